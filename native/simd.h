@@ -1,0 +1,244 @@
+// Sixteen virtual lanes, whatever the machine's width.
+//
+// Every kernel is written once, as a template-free text over `vf16` (16 floats), `vi16` (16 int32) and `m16` (16 booleans).
+// This header is compiled once for each tier (see tiers.cmake); NORIA_TIER names the namespace that keeps the copies apart.
+//
+// The numerics contract rests on this file: an operation here gives the same bits on every tier. So there is no a * b + c
+// (the compiler must not contract: -ffp-contract=off), only fma(a, b, c), one rounding; sums across lanes are a fixed tree;
+// float32 denormals are flushed on every tier (see FlushDenormals in pool.h).
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#ifndef NORIA_TIER
+#error "NORIA_TIER must name this translation unit's tier"
+#endif
+
+namespace noria::NORIA_TIER {
+
+#if defined(__AVX512F__)
+
+struct m16 { __mmask16 v; };
+struct vi16 { __m512i v; };
+struct vf16 { __m512 v; };
+
+inline vf16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, vf16 a) { _mm512_storeu_ps(p, a.v); }
+inline vf16 set1(float x) { return {_mm512_set1_ps(x)}; }
+inline vf16 operator+(vf16 a, vf16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline vf16 operator-(vf16 a, vf16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline vf16 operator*(vf16 a, vf16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline vf16 operator/(vf16 a, vf16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline vf16 fma(vf16 a, vf16 b, vf16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline vf16 sqrt(vf16 a) { return {_mm512_sqrt_ps(a.v)}; }
+inline vf16 max(vf16 a, vf16 b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
+inline vf16 min(vf16 a, vf16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline m16 less(vf16 a, vf16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+inline vf16 select(m16 m, vf16 yes, vf16 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+inline m16 mask_bits(uint16_t bits) { return {static_cast<__mmask16>(bits)}; }
+inline vf16 bits_to_float(vi16 a) { return {_mm512_castsi512_ps(a.v)}; }
+inline vi16 float_to_bits(vf16 a) { return {_mm512_castps_si512(a.v)}; }
+
+inline vi16 load_i32(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_i32(int32_t* p, vi16 a) { _mm512_storeu_si512(p, a.v); }
+inline vi16 set1_i32(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline vi16 operator+(vi16 a, vi16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline vi16 operator-(vi16 a, vi16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline vi16 operator&(vi16 a, vi16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline vi16 operator|(vi16 a, vi16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int N> inline vi16 shift_left(vi16 a) { return {_mm512_slli_epi32(a.v, N)}; }
+template <int N> inline vi16 shift_right(vi16 a) { return {_mm512_srli_epi32(a.v, N)}; }  // logical
+inline vf16 to_float(vi16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline vi16 to_int(vf16 a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
+
+inline void store_i8(int8_t* p, vi16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v)); }
+inline vf16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline vi16 load_u16(const uint16_t* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline void store_u16(uint16_t* p, vi16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v)); }
+
+#elif defined(__AVX2__)
+
+struct m16 { __m256 lo, hi; };
+struct vi16 { __m256i lo, hi; };
+struct vf16 { __m256 lo, hi; };
+
+inline vf16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, vf16 a) { _mm256_storeu_ps(p, a.lo); _mm256_storeu_ps(p + 8, a.hi); }
+inline vf16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline vf16 operator+(vf16 a, vf16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline vf16 operator-(vf16 a, vf16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline vf16 operator*(vf16 a, vf16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline vf16 operator/(vf16 a, vf16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline vf16 fma(vf16 a, vf16 b, vf16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline vf16 sqrt(vf16 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+inline vf16 max(vf16 a, vf16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline vf16 min(vf16 a, vf16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline m16 less(vf16 a, vf16 b) { return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)}; }
+inline vf16 select(m16 m, vf16 yes, vf16 no) { return {_mm256_blendv_ps(no.lo, yes.lo, m.lo), _mm256_blendv_ps(no.hi, yes.hi, m.hi)}; }
+inline m16 mask_bits(uint16_t bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i lo = _mm256_and_si256(_mm256_set1_epi32(bits & 255), lane), hi = _mm256_and_si256(_mm256_set1_epi32(bits >> 8), lane);
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(lo, lane)), _mm256_castsi256_ps(_mm256_cmpeq_epi32(hi, lane))};
+}
+inline vf16 bits_to_float(vi16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline vi16 float_to_bits(vf16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+
+inline vi16 load_i32(const int32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))}; }
+inline void store_i32(int32_t* p, vi16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo); _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi); }
+inline vi16 set1_i32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline vi16 operator+(vi16 a, vi16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline vi16 operator-(vi16 a, vi16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline vi16 operator&(vi16 a, vi16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+inline vi16 operator|(vi16 a, vi16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+template <int N> inline vi16 shift_left(vi16 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
+template <int N> inline vi16 shift_right(vi16 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
+inline vf16 to_float(vi16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline vi16 to_int(vf16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+
+inline void store_i8(int8_t* p, vi16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+inline vf16 load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline vi16 load_u16(const uint16_t* p) {
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline void store_u16(uint16_t* p, vi16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packus_epi32(a.lo, a.hi), 0xd8));
+}
+
+#else  // any machine
+
+struct m16 { bool v[16]; };
+struct vi16 { int32_t v[16]; };
+struct vf16 { float v[16]; };
+#define NORIA_EACH for (int i = 0; i < 16; ++i)
+
+inline vf16 load(const float* p) { vf16 r; std::memcpy(r.v, p, 64); return r; }
+inline void store(float* p, vf16 a) { std::memcpy(p, a.v, 64); }
+inline vf16 set1(float x) { vf16 r; NORIA_EACH r.v[i] = x; return r; }
+inline vf16 operator+(vf16 a, vf16 b) { NORIA_EACH a.v[i] += b.v[i]; return a; }
+inline vf16 operator-(vf16 a, vf16 b) { NORIA_EACH a.v[i] -= b.v[i]; return a; }
+inline vf16 operator*(vf16 a, vf16 b) { NORIA_EACH a.v[i] *= b.v[i]; return a; }
+inline vf16 operator/(vf16 a, vf16 b) { NORIA_EACH a.v[i] /= b.v[i]; return a; }
+inline vf16 fma(vf16 a, vf16 b, vf16 c) { NORIA_EACH c.v[i] = std::fma(a.v[i], b.v[i], c.v[i]); return c; }
+inline vf16 sqrt(vf16 a) { NORIA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
+inline vf16 max(vf16 a, vf16 b) { NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline vf16 min(vf16 a, vf16 b) { NORIA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline m16 less(vf16 a, vf16 b) { m16 r; NORIA_EACH r.v[i] = a.v[i] < b.v[i]; return r; }
+inline vf16 select(m16 m, vf16 yes, vf16 no) { NORIA_EACH no.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return no; }
+inline m16 mask_bits(uint16_t bits) { m16 r; NORIA_EACH r.v[i] = bits >> i & 1; return r; }
+inline vf16 bits_to_float(vi16 a) { vf16 r; std::memcpy(r.v, a.v, 64); return r; }
+inline vi16 float_to_bits(vf16 a) { vi16 r; std::memcpy(r.v, a.v, 64); return r; }
+
+inline vi16 load_i32(const int32_t* p) { vi16 r; std::memcpy(r.v, p, 64); return r; }
+inline void store_i32(int32_t* p, vi16 a) { std::memcpy(p, a.v, 64); }
+inline vi16 set1_i32(int32_t x) { vi16 r; NORIA_EACH r.v[i] = x; return r; }
+inline int32_t wrap_add(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }
+inline vi16 operator+(vi16 a, vi16 b) { NORIA_EACH a.v[i] = wrap_add(a.v[i], b.v[i]); return a; }
+inline vi16 operator-(vi16 a, vi16 b) { NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i])); return a; }
+inline vi16 operator&(vi16 a, vi16 b) { NORIA_EACH a.v[i] &= b.v[i]; return a; }
+inline vi16 operator|(vi16 a, vi16 b) { NORIA_EACH a.v[i] |= b.v[i]; return a; }
+template <int N> inline vi16 shift_left(vi16 a) { NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); return a; }
+template <int N> inline vi16 shift_right(vi16 a) { NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N); return a; }
+inline vf16 to_float(vi16 a) { vf16 r; NORIA_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
+inline vi16 to_int(vf16 a) {  // out of range and NaN: INT32_MIN, as the x86 instruction
+  vi16 r;
+  NORIA_EACH r.v[i] = a.v[i] >= -2147483648.0f && a.v[i] < 2147483648.0f ? static_cast<int32_t>(std::nearbyintf(a.v[i])) : INT32_MIN;
+  return r;
+}
+
+inline void store_i8(int8_t* p, vi16 a) { NORIA_EACH p[i] = static_cast<int8_t>(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
+inline float half_to_float(uint16_t h) {  // exact; a half's denormals are normal float32 numbers
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  float r;
+  if (exponent == 0) {
+    r = static_cast<float>(fraction) * 0x1p-24f;
+    uint32_t b; std::memcpy(&b, &r, 4); b |= sign; std::memcpy(&r, &b, 4);
+    return r;
+  }
+  const uint32_t b = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+  std::memcpy(&r, &b, 4);
+  return r;
+}
+inline vf16 load_f16(const uint16_t* p) { vf16 r; NORIA_EACH r.v[i] = half_to_float(p[i]); return r; }
+inline vi16 load_u16(const uint16_t* p) { vi16 r; NORIA_EACH r.v[i] = p[i]; return r; }
+inline void store_u16(uint16_t* p, vi16 a) { NORIA_EACH p[i] = static_cast<uint16_t>(a.v[i]); }
+
+#undef NORIA_EACH
+#endif
+
+// -- the same text on every tier ------------------------------------------------------------------------------------------
+
+inline vf16 zero() { return set1(0.0f); }
+
+// Sum and maximum of the 16 lanes in a fixed tree: lane i with i + 8, then i + 4, i + 2, i + 1.
+inline float sum_lanes(vf16 a) {
+  float x[16];
+  store(x, a);
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  return x[0];
+}
+inline float max_lanes(vf16 a) {
+  float x[16];
+  store(x, a);
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  return x[0];
+}
+
+// The first `count` lanes of p, the rest `fill`. Never reads past p + count.
+inline vf16 load_part(const float* p, int count, float fill = 0.0f) {
+  float x[16];
+  for (int i = 0; i < 16; ++i) x[i] = i < count ? p[i] : fill;
+  return load(x);
+}
+inline void store_part(float* p, vf16 a, int count) {
+  float x[16];
+  store(x, a);
+  for (int i = 0; i < count; ++i) p[i] = x[i];
+}
+inline m16 first_lanes(int count) { return mask_bits(count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<uint16_t>((1u << count) - 1)); }
+
+// float32 -> bfloat16 bits, to nearest even; denormals become signed zeros, NaN stays NaN. The result is in the low 16 bits.
+inline uint16_t to_bf16(float x) {
+  uint32_t b;
+  std::memcpy(&b, &x, 4);
+  if ((b & 0x7f800000u) == 0) return static_cast<uint16_t>((b & 0x80000000u) >> 16);
+  if ((b & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(b >> 16 | 0x40);
+  return static_cast<uint16_t>((b + 0x7fffu + (b >> 16 & 1)) >> 16);
+}
+inline float from_bf16(uint16_t h) {
+  const uint32_t b = static_cast<uint32_t>(h) << 16;
+  float r;
+  std::memcpy(&r, &b, 4);
+  return r;
+}
+
+// Sixteen pairs of bfloat16 (32 values, lane i holds pair i: even element low, odd element high).
+#if defined(__AVX512BF16__)
+struct bf16x32 { __m512bh v; };
+inline bf16x32 load_pairs(const uint16_t* p) { const __m512i x = _mm512_loadu_si512(p); return {(__m512bh)x}; }
+inline bf16x32 set1_pair(uint32_t pair) { const __m512i x = _mm512_set1_epi32(static_cast<int>(pair)); return {(__m512bh)x}; }
+// acc + a_odd * b_odd, then + a_even * b_even, each by one FMA with denormals flushed: what vdpbf16ps does.
+inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
+#else
+struct bf16x32 { vi16 v; };
+inline bf16x32 load_pairs(const uint16_t* p) { vi16 r; std::memcpy(&r, p, 64); return {r}; }
+inline bf16x32 set1_pair(uint32_t pair) { return {set1_i32(static_cast<int32_t>(pair))}; }
+inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) {
+  const vi16 high = set1_i32(static_cast<int32_t>(0xffff0000u));
+  acc = fma(bits_to_float(a.v & high), bits_to_float(b.v & high), acc);
+  return fma(bits_to_float(shift_left<16>(a.v)), bits_to_float(shift_left<16>(b.v)), acc);
+}
+#endif
+
+}  // namespace noria::NORIA_TIER

@@ -1,0 +1,60 @@
+"""One frozen tree of settings. Command-line flags, `--config FILE`, the docs and `noria doctor` are derived from it.
+
+A field is a setting: its name is the flag (`max_model_len` is `--max-model-len`), its `Meta.description` the help text, its
+default what a user gets who says nothing. Names follow vLLM where the idea is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine."""
+
+    model: Annotated[str, Meta(description="catalogue name, hf:ORG/NAME, a .gguf file, or a folder with config.json")]
+    quantization: Annotated[
+        Literal["q4", "q8", "bf16", "f32"] | None,
+        Meta(description="re-quantise a float checkpoint at load (default: as the file is; f32 and f16 files become bf16)"),
+    ] = None
+    max_model_len: Annotated[int | None, Meta(ge=1, description="longest prompt + output; default: the model's context")] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most sequences that run at once")] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=16, le=65536, description="token budget of a step")] = 512
+    long_prefill_token_threshold: Annotated[
+        int, Meta(ge=0, description="most tokens of one prompt in a step; 0: the whole budget")
+    ] = 0
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of admission")] = "fcfs"
+    max_num_queued_reqs: Annotated[int, Meta(ge=1, description="requests that may wait; more are answered 429")] = 1024
+    request_timeout_s: Annotated[float | None, Meta(gt=0, description="deadline of a request, from its arrival")] = None
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
+    kv_cache_dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="type of K and V in the cache (auto: bf16)")] = "auto"
+    kv_cache_memory_bytes: Annotated[
+        int | None, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")
+    ] = None
+    async_depth: Annotated[int, Meta(ge=0, le=1, description="steps planned ahead of the device; 0 is right on CPU")] = 0
+    backend: Annotated[Literal["cpu", "torch"], Meta(description="cpu: native kernels; torch: the float32 reference")] = "cpu"
+    threads: Annotated[int, Meta(ge=0, description="worker threads of the CPU backend; 0: the physical cores we may use")] = 0
+    cpu_tier: Annotated[
+        Literal["auto", "generic", "avx2", "avx512", "avx512bf16"], Meta(description="instruction set of the kernels")
+    ] = "auto"
+    cache_dir: Annotated[str | None, Meta(description="models and packed weights; default: $NORIA_CACHE or ~/.cache/noria")] = None
+    offline: Annotated[bool, Meta(description="never open a connection to fetch a model")] = False
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the HTTP server."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
+    served_model_name: Annotated[tuple[str, ...], Meta(description="names clients may use; the first is reported")] = ()
+    api_key: Annotated[tuple[str, ...], Meta(description="accepted keys; none: no authentication")] = ()
+    chat_template: Annotated[str | None, Meta(description="a Jinja template file instead of the model's own")] = None
+    generation_config: Annotated[
+        Literal["auto", "model"], Meta(description="model: also take the sampling defaults of generation_config.json")
+    ] = "auto"
+    shutdown_timeout_s: Annotated[float, Meta(ge=0, description="how long SIGTERM waits for running requests")] = 30.0
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; more is 413")] = 16 << 20
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"

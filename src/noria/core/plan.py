@@ -1,0 +1,76 @@
+"""StepPlan and StepResult: the only two values that pass between the decision half and the tensor half.
+
+    tokens of one sequence, by absolute position
+    0                 computed           computed + count            known
+    |-- KV committed --|-- this step's chunk --|-- later steps' chunks --|
+                       ^ start                 ^ the last `samples` positions of the chunk are sampled
+
+A plan is a value: it names rows, blocks and token counts, holds no reference to engine state, and can be written to disk
+and replayed. Rows are places in the runner's tables, in [0, max_num_seqs); a sequence keeps its row while it runs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from noria.types import SamplingParams, TokenLogprobs
+
+NULL_BLOCK = 0  # never allocated; stands in a block table where a window group has given its block back
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence takes a row (admission or resume): everything the runner has to remember about it."""
+
+    row: int
+    tokens: tuple[int, ...]  # all tokens known so far, prompt and output
+    prompt_length: int
+    blocks: tuple[tuple[int, ...], ...]  # by layer group: block ids of positions [0, 16 * len)
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]  # banned while fewer than params.min_tokens tokens are out
+    stream: int = 0  # the choice: part of the noise counter
+
+
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of one sequence that this step computes."""
+
+    row: int
+    start: int  # first position of the chunk
+    count: int  # tokens in the chunk, at least 1
+    tokens: tuple[int, ...]  # the chunk's ids that the runner has not seen yet (last sampled token, drafts); usually 0 or 1
+    new_blocks: tuple[tuple[int, ...], ...] = ()  # by layer group: block ids appended to the row's table; () is none at all
+    samples: int = 0  # 0: nothing sampled (an inner chunk of a prompt); k: one token after each of the last k positions
+    streams: tuple[int, ...] = ()  # more choices drawn from the last position (n > 1): one further token for each stream
+    prompt_logprobs_from: int | None = None  # positions >= this in the chunk report the logprob of the next prompt token
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Executed in the order of the fields: free rows, take rows, release and copy blocks, forward, sample."""
+
+    step: int
+    freed_rows: tuple[int, ...] = ()
+    new_rows: tuple[NewRow, ...] = ()
+    released: tuple[tuple[int, int, int], ...] = ()  # (row, group, blocks): table entries [0, blocks) become NULL_BLOCK
+    copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block), before the forward pass
+    rows: tuple[PlanRow, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.count for r in self.rows)
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled for one PlanRow: `samples` tokens, then one for each further stream."""
+
+    row: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # beside `tokens`, if the row's params ask
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the chunk's positions from prompt_logprobs_from on
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of the plan with the same step id; rows in the plan's order."""
+
+    step: int
+    rows: tuple[RowResult, ...]
+    seconds: float = 0.0  # time the device worked
