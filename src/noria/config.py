@@ -30,7 +30,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_queued_reqs: Annotated[int, Meta(ge=1, description="requests that may wait; more are answered 429")] = 1024
     request_timeout_s: Annotated[float | None, Meta(gt=0, description="deadline of a request, from its arrival")] = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
-    kv_cache_dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="type of K and V in the cache (auto: bf16)")] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="type of K and V in the cache (auto: bf16)")] = (
+        "auto"
+    )
     kv_cache_memory_bytes: Annotated[
         int | None, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")
     ] = None
@@ -40,7 +42,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_tier: Annotated[
         Literal["auto", "generic", "avx2", "avx512", "avx512bf16"], Meta(description="instruction set of the kernels")
     ] = "auto"
-    cache_dir: Annotated[str | None, Meta(description="models and packed weights; default: $NORIA_CACHE or ~/.cache/noria")] = None
+    cache_dir: Annotated[str | None, Meta(description="models and packed weights; default: $NORIA_CACHE or ~/.cache/noria")] = (
+        None
+    )
     offline: Annotated[bool, Meta(description="never open a connection to fetch a model")] = False
 
 

@@ -137,10 +137,8 @@ class Ops(Protocol):
     def linear(self, x: Handle, weight: LinearWeight) -> Handle:
         """x W^T + bias, [rows, outputs]."""
 
-    def rms_norm(
-        self, x: Handle, weight: VectorWeight, eps: float, residual: Handle | None = None
-    ) -> tuple[Handle, Handle]:
-        """(normed, sum): sum = residual + x (or x itself), normed = sum / sqrt(mean(sum^2) + eps) * weight. In place on `residual`."""
+    def rms_norm(self, x: Handle, weight: VectorWeight, eps: float, residual: Handle | None = None) -> tuple[Handle, Handle]:
+        """(normed, sum): sum = residual + x (or x), normed = sum / sqrt(mean(sum^2) + eps) * weight. In place on `residual`."""
 
     def head_norm(
         self, qkv: Handle, q_weight: VectorWeight, k_weight: VectorWeight, eps: float, attention: AttentionSpec
@@ -148,7 +146,7 @@ class Ops(Protocol):
         """RMS norm of each query head and each key head of q|k|v, in place."""
 
     def rope(self, qkv: Handle, rope: int, attention: AttentionSpec) -> Handle:
-        """Rotate the query and key heads of q|k|v by the step's positions with rope table `rope`; halves, not pairs. In place."""
+        """Rotate the query and key heads of q|k|v by the positions, with rope table `rope`; halves, not pairs. In place."""
 
     def attend(self, qkv: Handle, attention: AttentionSpec) -> Handle:
         """Write K and V of the step's tokens into the paged cache, then attend: [T, num_heads * head_dim]."""

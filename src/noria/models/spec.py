@@ -21,6 +21,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # round the ramp's ends to whole dimensions
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
