@@ -38,6 +38,7 @@ inline vf16 sqrt(vf16 a) { return {_mm512_sqrt_ps(a.v)}; }
 inline vf16 max(vf16 a, vf16 b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 inline vf16 min(vf16 a, vf16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline m16 less(vf16 a, vf16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+inline m16 is_nan(vf16 a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
 inline vf16 select(m16 m, vf16 yes, vf16 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
 inline m16 mask_bits(uint16_t bits) { return {static_cast<__mmask16>(bits)}; }
 inline vf16 bits_to_float(vi16 a) { return {_mm512_castsi512_ps(a.v)}; }
@@ -59,6 +60,32 @@ inline void store_i8(int8_t* p, vi16 a) { _mm_storeu_si128(reinterpret_cast<__m1
 inline vf16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline vi16 load_u16(const uint16_t* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline void store_u16(uint16_t* p, vi16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v)); }
+inline float from_f16(uint16_t h) { return _cvtsh_ss(h); }
+
+inline vi16 max_i32(vi16 a, vi16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+inline int32_t max_lanes_i32(vi16 a) { return _mm512_reduce_max_epi32(a.v); }
+inline int32_t sum_lanes_i32(vi16 a) { return _mm512_reduce_add_epi32(a.v); }
+
+#if defined(__AVX512VNNI__)
+inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) { return {_mm512_dpbusd_epi32(acc.v, codes.v, quad.v)}; }
+
+struct u4dot { __m512i v; };
+inline u4dot begin_u4s8(vi16 start) { return {start.v}; }
+inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) { return {_mm512_dpbusd_epi32(acc.v, codes.v, quad.v)}; }
+inline vi16 end_u4s8(u4dot acc, vi16) { return {acc.v}; }
+#else
+inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) {
+  const __m512i codes_even = _mm512_and_si512(codes.v, _mm512_set1_epi16(255)), codes_odd = _mm512_srli_epi16(codes.v, 8);
+  const __m512i quad_even = _mm512_srai_epi16(_mm512_slli_epi16(quad.v, 8), 8), quad_odd = _mm512_srai_epi16(quad.v, 8);
+  const __m512i sum = _mm512_add_epi32(_mm512_madd_epi16(codes_even, quad_even), _mm512_madd_epi16(codes_odd, quad_odd));
+  return {_mm512_add_epi32(acc.v, sum)};
+}
+
+struct u4dot { __m512i v; };
+inline u4dot begin_u4s8(vi16) { return {_mm512_setzero_si512()}; }
+inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) { return {_mm512_add_epi16(acc.v, _mm512_maddubs_epi16(codes.v, quad.v))}; }
+inline vi16 end_u4s8(u4dot acc, vi16 start) { return {_mm512_add_epi32(start.v, _mm512_madd_epi16(acc.v, _mm512_set1_epi16(1)))}; }
+#endif
 
 #elif defined(__AVX2__)
 
@@ -78,6 +105,7 @@ inline vf16 sqrt(vf16 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; 
 inline vf16 max(vf16 a, vf16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline vf16 min(vf16 a, vf16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 inline m16 less(vf16 a, vf16 b) { return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)}; }
+inline m16 is_nan(vf16 a) { return {_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)}; }
 inline vf16 select(m16 m, vf16 yes, vf16 no) { return {_mm256_blendv_ps(no.lo, yes.lo, m.lo), _mm256_blendv_ps(no.hi, yes.hi, m.hi)}; }
 inline m16 mask_bits(uint16_t bits) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -113,6 +141,39 @@ inline vi16 load_u16(const uint16_t* p) {
 inline void store_u16(uint16_t* p, vi16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packus_epi32(a.lo, a.hi), 0xd8));
 }
+inline float from_f16(uint16_t h) { return _cvtsh_ss(h); }
+
+inline vi16 max_i32(vi16 a, vi16 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+inline int32_t max_lanes_i32(vi16 a) {
+  const __m256i eight = _mm256_max_epi32(a.lo, a.hi);
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+inline int32_t sum_lanes_i32(vi16 a) {
+  const __m256i eight = _mm256_add_epi32(a.lo, a.hi);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+inline __m256i dot_u8s8(__m256i acc, __m256i codes, __m256i quad) {
+  const __m256i codes_even = _mm256_and_si256(codes, _mm256_set1_epi16(255)), codes_odd = _mm256_srli_epi16(codes, 8);
+  const __m256i quad_even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8), quad_odd = _mm256_srai_epi16(quad, 8);
+  const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(codes_even, quad_even), _mm256_madd_epi16(codes_odd, quad_odd));
+  return _mm256_add_epi32(acc, sum);
+}
+inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) { return {dot_u8s8(acc.lo, codes.lo, quad.lo), dot_u8s8(acc.hi, codes.hi, quad.hi)}; }
+
+struct u4dot { __m256i lo, hi; };
+inline u4dot begin_u4s8(vi16) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) {
+  return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(codes.lo, quad.lo)), _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(codes.hi, quad.hi))};
+}
+inline vi16 end_u4s8(u4dot acc, vi16 start) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(start.lo, _mm256_madd_epi16(acc.lo, one)), _mm256_add_epi32(start.hi, _mm256_madd_epi16(acc.hi, one))};
+}
 
 #else  // any machine
 
@@ -133,6 +194,7 @@ inline vf16 sqrt(vf16 a) { NORIA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
 inline vf16 max(vf16 a, vf16 b) { NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline vf16 min(vf16 a, vf16 b) { NORIA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline m16 less(vf16 a, vf16 b) { m16 r; NORIA_EACH r.v[i] = a.v[i] < b.v[i]; return r; }
+inline m16 is_nan(vf16 a) { m16 r; NORIA_EACH r.v[i] = a.v[i] != a.v[i]; return r; }
 inline vf16 select(m16 m, vf16 yes, vf16 no) { NORIA_EACH no.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return no; }
 inline m16 mask_bits(uint16_t bits) { m16 r; NORIA_EACH r.v[i] = bits >> i & 1; return r; }
 inline vf16 bits_to_float(vi16 a) { vf16 r; std::memcpy(r.v, a.v, 64); return r; }
@@ -171,6 +233,22 @@ inline float half_to_float(uint16_t h) {  // exact; a half's denormals are norma
 inline vf16 load_f16(const uint16_t* p) { vf16 r; NORIA_EACH r.v[i] = half_to_float(p[i]); return r; }
 inline vi16 load_u16(const uint16_t* p) { vi16 r; NORIA_EACH r.v[i] = p[i]; return r; }
 inline void store_u16(uint16_t* p, vi16 a) { NORIA_EACH p[i] = static_cast<uint16_t>(a.v[i]); }
+inline float from_f16(uint16_t h) { return half_to_float(h); }
+
+inline vi16 max_i32(vi16 a, vi16 b) { NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline int32_t max_lanes_i32(vi16 a) { int32_t r = a.v[0]; NORIA_EACH r = r > a.v[i] ? r : a.v[i]; return r; }
+inline int32_t sum_lanes_i32(vi16 a) { int32_t r = 0; NORIA_EACH r = wrap_add(r, a.v[i]); return r; }
+
+inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) {
+  for (int byte = 0; byte < 4; ++byte)
+    NORIA_EACH acc.v[i] += (codes.v[i] >> 8 * byte & 255) * static_cast<int8_t>(quad.v[i] >> 8 * byte);
+  return acc;
+}
+
+struct u4dot { vi16 v; };
+inline u4dot begin_u4s8(vi16 start) { return {start}; }
+inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) { return {dot_u8s8(acc.v, codes, quad)}; }
+inline vi16 end_u4s8(u4dot acc, vi16) { return acc.v; }
 
 #undef NORIA_EACH
 #endif
@@ -216,12 +294,28 @@ inline uint16_t to_bf16(float x) {
   if ((b & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(b >> 16 | 0x40);
   return static_cast<uint16_t>((b + 0x7fffu + (b >> 16 & 1)) >> 16);
 }
+// The same for sixteen values, each in the low half of its lane (store_u16 writes them).
+inline vi16 to_bf16(vf16 x) {
+  const vi16 bits = float_to_bits(x), sign = set1_i32(INT32_MIN);
+  const vi16 rounded = bits + set1_i32(0x7fff) + (shift_right<16>(bits) & set1_i32(1));
+  const m16 denormal = less(bits_to_float(bits & set1_i32(INT32_MAX)), set1(0x1p-126f));
+  const vf16 number = select(denormal, bits_to_float(bits & sign), bits_to_float(rounded));
+  return shift_right<16>(float_to_bits(select(is_nan(x), bits_to_float(bits | set1_i32(0x400000)), number)));
+}
 inline float from_bf16(uint16_t h) {
   const uint32_t b = static_cast<uint32_t>(h) << 16;
   float r;
   std::memcpy(&r, &b, 4);
   return r;
 }
+
+// Exact dot products of unsigned weight codes with signed activation codes. A lane holds four inner elements (a quad), one a byte.
+//
+//   dot_u8s8(acc, codes, quad)     acc + the dot product of each lane's four bytes, int32
+//   begin / dot / end_u4s8         the same over at most eight quads, for codes <= 15: begin(start), then dot, then end(acc, start).
+//                                  Without VNNI the sum is kept in 16 bits (8 * 2 * 15 * 128 < 2^15), which halves the work.
+//
+// The saturating multiply-add is used for 4-bit codes only: a pair of 8-bit products does not fit its 16 bits.
 
 // Sixteen pairs of bfloat16 (32 values, lane i holds pair i: even element low, odd element high).
 #if defined(__AVX512BF16__)

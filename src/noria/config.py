@@ -20,7 +20,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["q4", "q8", "bf16", "f32"] | None,
         Meta(description="re-quantise a float checkpoint at load (default: as the file is; f32 and f16 files become bf16)"),
     ] = None
-    max_model_len: Annotated[int | None, Meta(ge=1, description="longest prompt + output; default: the model's context")] = None
+    max_model_len: (
+        Annotated[int, Meta(ge=1, description="longest prompt + output; default: the model's context")] | None
+    ) = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most sequences that run at once")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16, le=65536, description="token budget of a step")] = 512
     long_prefill_token_threshold: Annotated[
@@ -28,14 +30,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of admission")] = "fcfs"
     max_num_queued_reqs: Annotated[int, Meta(ge=1, description="requests that may wait; more are answered 429")] = 1024
-    request_timeout_s: Annotated[float | None, Meta(gt=0, description="deadline of a request, from its arrival")] = None
+    request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request, from its arrival")] | None = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
     kv_cache_dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="type of K and V in the cache (auto: bf16)")] = (
         "auto"
     )
-    kv_cache_memory_bytes: Annotated[
-        int | None, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")
-    ] = None
+    kv_cache_memory_bytes: (
+        Annotated[
+            int, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")
+        ]
+        | None
+    ) = None
     async_depth: Annotated[int, Meta(ge=0, le=1, description="steps planned ahead of the device; 0 is right on CPU")] = 0
     backend: Annotated[Literal["cpu", "torch"], Meta(description="cpu: native kernels; torch: the float32 reference")] = "cpu"
     threads: Annotated[int, Meta(ge=0, description="worker threads of the CPU backend; 0: the physical cores we may use")] = 0

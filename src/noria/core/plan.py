@@ -45,12 +45,16 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Executed in the order of the fields: free rows, take rows, release and copy blocks, forward, sample."""
+    """One step. Executed in the order of the fields: free rows, take rows, edit tables, copy blocks, forward, sample.
+
+    `replaced` points a row to a cached block that holds the same bits as its own; a full block, so the row never writes it.
+    """
 
     step: int
     freed_rows: tuple[int, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
     released: tuple[tuple[int, int, int], ...] = ()  # (row, group, blocks): table entries [0, blocks) become NULL_BLOCK
+    replaced: tuple[tuple[int, int, int, int], ...] = ()  # (row, group, index, block): table entry `index` becomes `block`
     copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block), before the forward pass
     rows: tuple[PlanRow, ...] = ()
 

@@ -1,0 +1,432 @@
+// Attention over the paged cache.
+//
+// Contract, for one query vector at position p that sees keys start .. p, start = max(0, p - window + 1):
+//
+//   keys         0 ........ 255 | 256 ....... 511 | 512 ...      splits of 256 absolute positions, in ascending order
+//                     ^ start                          ^ p
+//
+//   score        dims ascending in pairs (f32: one by one), then * scale, then the soft cap
+//   split        m_s = max of its visible scores; e = exp(score - m_s); lane (key mod 16) adds its e in ascending order, l_s =
+//                sum_lanes; acc_s = visible key pairs ascending (f32: keys), e rounded to the type of the cache
+//   merge        m' = max(m, m_s); acc = fma(acc, exp(m - m'), acc_s * exp(m_s - m')), and l in the same way; out = acc / l
+//
+// Queries are rounded to the type of the cache. Invisible keys are never part of a sum: their scores are selected away, and in the
+// one or two pairs of which the query sees one key only, the other key's value is replaced by +0. So the bits of a query depend
+// on nothing but its own prefix - not on how many queries a tile holds, nor on which thread computes which split.
+//
+// A tile computes up to 24 vectors (queries x heads that share the KV head), so that what is loaded of K and V serves all:
+//
+//            blocks of the split   b0   b1   b2   b3   b4
+//   query 0                        .xx  xxx  xxx  x..            . invisible
+//   query 1                        ..x  xxx  xxx  xx.
+//   query 2                             xxx  xxx  xxx  x..
+//                                 `each'`-- joint --'`-- each query by itself
+#pragma once
+#include "attention_args.h"
+#include "linear.h"  // load_u32
+#include "math.h"
+#include "quantize.h"
+#include "step.h"
+
+namespace noria::NORIA_TIER {
+
+// -- the two types of cache ------------------------------------------------------------------------------------------------------
+
+struct Bf16Cache {
+  using Value = uint16_t;
+  static constexpr int kWidth = 2;  // values in a 32-bit lane: dims of K, keys of V
+  using Lanes = bf16x32;
+  static Lanes lanes(const Value* p) { return load_pairs(p); }
+  static Lanes broadcast(const Value* p) { return set1_pair(load_u32(p)); }
+  static vf16 multiply_add(Lanes a, Lanes b, vf16 acc) { return dot_pairs(acc, a, b); }
+  static void put(Value* p, vf16 x) { store_u16(p, to_bf16(x)); }
+};
+
+struct F32Cache {
+  using Value = float;
+  static constexpr int kWidth = 1;
+  using Lanes = vf16;
+  static Lanes lanes(const Value* p) { return load(p); }
+  static Lanes broadcast(const Value* p) { return set1(*p); }
+  static vf16 multiply_add(Lanes a, Lanes b, vf16 acc) { return fma(a, b, acc); }
+  static void put(Value* p, vf16 x) { store(p, x); }
+};
+
+// -- register tiles ----------------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kMostVectors = 8;
+constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 1 : vectors >= 4 ? 2 : 4; }
+constexpr int chunks_beside(int vectors) { return vectors >= 8 ? 2 : 4; }
+#else
+constexpr int kMostVectors = 4;
+constexpr int blocks_beside(int vectors) { return vectors >= 3 ? 1 : 2; }
+constexpr int chunks_beside(int vectors) { return vectors >= 3 ? 1 : 2; }
+#endif
+
+// Scores of M vectors with the 16 keys of each of B blocks. q [M][dim], scores [M][256] from the first block's first key on.
+template <class C, int M, int B>
+inline void score_tile(const typename C::Value* q, const typename C::Value* const* blocks, int64_t dim, float* scores) {
+  vf16 acc[M][B];
+  for (int m = 0; m < M; ++m)
+    for (int b = 0; b < B; ++b) acc[m][b] = zero();
+  for (int64_t d = 0; d < dim; d += C::kWidth) {
+    typename C::Lanes keys[B];
+    for (int b = 0; b < B; ++b) keys[b] = C::lanes(blocks[b] + d * 16);
+    for (int m = 0; m < M; ++m) {
+      const typename C::Lanes query = C::broadcast(q + m * dim + d);
+      for (int b = 0; b < B; ++b) acc[m][b] = C::multiply_add(query, keys[b], acc[m][b]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int b = 0; b < B; ++b) store(scores + m * kSplitKeys + b * 16, acc[m][b]);
+}
+
+template <class C, int M>
+void score_vectors(const typename C::Value* q, const typename C::Value* const* blocks, int count, int64_t dim, float* scores) {
+  constexpr int kBeside = blocks_beside(M);
+  int b = 0;
+  for (; b + kBeside <= count; b += kBeside) score_tile<C, M, kBeside>(q, blocks + b, dim, scores + b * 16);
+  for (; b < count; ++b) score_tile<C, M, 1>(q, blocks + b, dim, scores + b * 16);
+}
+
+// acc [M][dim] += the value rows [first, last) times the probabilities e [M][256], over 16 D dims.
+template <class C, int M, int D>
+inline void value_tile(const typename C::Value* e, const typename C::Value* const* rows, int first, int last, int64_t dim, int64_t at, float* acc) {
+  vf16 sum[M][D];
+  for (int m = 0; m < M; ++m)
+    for (int d = 0; d < D; ++d) sum[m][d] = load(acc + m * dim + at + d * 16);
+  for (int row = first; row < last; ++row) {
+    typename C::Lanes values[D];
+    for (int d = 0; d < D; ++d) values[d] = C::lanes(rows[row] + (at + d * 16) * C::kWidth);
+    for (int m = 0; m < M; ++m) {
+      const typename C::Lanes weight = C::broadcast(e + m * kSplitKeys + row * C::kWidth);
+      for (int d = 0; d < D; ++d) sum[m][d] = C::multiply_add(weight, values[d], sum[m][d]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int d = 0; d < D; ++d) store(acc + m * dim + at + d * 16, sum[m][d]);
+}
+
+template <class C, int M>
+void value_vectors(const typename C::Value* e, const typename C::Value* const* rows, int first, int last, int64_t dim, float* acc) {
+  constexpr int kBeside = chunks_beside(M);
+  int64_t at = 0;
+  for (; at + 16 * kBeside <= dim; at += 16 * kBeside) value_tile<C, M, kBeside>(e, rows, first, last, dim, at, acc);
+  for (; at < dim; at += 16) value_tile<C, M, 1>(e, rows, first, last, dim, at, acc);
+}
+
+// Calls f.template operator()<M>(first vector) for register tiles that cover `count` vectors.
+template <class F> inline void in_register_tiles(int count, F f) {
+  int v = 0;
+  for (; count - v >= kMostVectors; v += kMostVectors) f.template operator()<kMostVectors>(v);
+  if (kMostVectors > 4 && count - v >= 4) f.template operator()<4>(v), v += 4;
+  if (count - v == 3) return f.template operator()<3>(v);
+  if (count - v == 2) return f.template operator()<2>(v);
+  if (count - v == 1) return f.template operator()<1>(v);
+}
+
+// -- one tile ------------------------------------------------------------------------------------------------------------------
+
+// A worker's memory for a tile of at most `vectors` vectors.
+template <class C> struct AttentionScratch {
+  typename C::Value* q;      // [vectors][dim]
+  float* scores;             // [vectors][256]
+  typename C::Value* e;      // [vectors][256]
+  float* split_acc;          // [vectors][dim]
+  float* split_max;          // [vectors]
+  float* split_sum;          // [vectors]
+  float* acc;                // [vectors][dim]: the merged splits
+  float* max;                // [vectors]
+  float* sum;                // [vectors]
+  typename C::Value* masked; // [2][dim][2]: copies of a query's first and last pair with one key's value zeroed
+};
+
+inline int64_t attention_vectors(const AttentionArgs& args) {
+  const int32_t group = args.heads / args.kv.kv_heads;
+  return static_cast<int64_t>(queries_a_tile(group)) * group;
+}
+
+inline int64_t attention_scratch_bytes(const AttentionArgs& args) {
+  const int64_t vectors = attention_vectors(args), dim = args.kv.dim;
+  return vectors * (3 * dim + 2 * kSplitKeys + 64) * 4 + dim * 16 + 4096;
+}
+
+template <class C> AttentionScratch<C> attention_scratch(const AttentionArgs& args, void* memory) {
+  const int64_t vectors = attention_vectors(args), dim = args.kv.dim;
+  auto* at = static_cast<unsigned char*>(memory);
+  const auto take = [&at](int64_t bytes) {
+    unsigned char* const p = at;
+    at += (bytes + 63) / 64 * 64;
+    return p;
+  };
+  const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
+  const auto values = [&](int64_t count) { return reinterpret_cast<typename C::Value*>(take(count * static_cast<int64_t>(sizeof(typename C::Value)))); };
+  AttentionScratch<C> s;
+  s.q = values(vectors * dim);
+  s.scores = floats(vectors * kSplitKeys);
+  s.e = values(vectors * kSplitKeys);
+  s.split_acc = floats(vectors * dim);
+  s.split_max = floats(vectors);
+  s.split_sum = floats(vectors);
+  s.acc = floats(vectors * dim);
+  s.max = floats(vectors);
+  s.sum = floats(vectors);
+  s.masked = values(4 * dim);
+  return s;
+}
+
+// The keys that one query sees of one split: [first, last], nothing if last < first.
+struct KeyRange {
+  int32_t first, last;
+};
+inline KeyRange visible_keys(int32_t position, int32_t window, int32_t split) {
+  const int32_t start = window > 0 && position >= window ? position - window + 1 : 0;
+  const int32_t low = split * kSplitKeys, high = low + kSplitKeys - 1;
+  return {start > low ? start : low, position < high ? position : high};
+}
+
+template <class C> class AttentionTile {
+ public:
+  AttentionTile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, const AttentionWork& work, int32_t kv_head, void* memory)
+      : args_(args), plan_(plan), work_(work), kv_head_(kv_head), group_(args.heads / args.kv.kv_heads), dim_(args.kv.dim),
+        position_(step.positions[work.first_token]), table_(block_table(step, args.kv.group, work.row)), s_(attention_scratch<C>(args, memory)) {}
+
+  void run() {
+    pack_queries();
+    for (int32_t split = work_.first_split; split < work_.last_split; ++split) {
+      const Visitors visitors = visitors_of(split);
+      attend_split(split, visitors);
+      for (int q = visitors.first; q < visitors.last; ++q)
+        for (int v = q * group_; v < (q + 1) * group_; ++v)
+          if (work_.partials < 0)
+            merge(v, split == first_split_of(q), s_.split_acc + v * dim_, s_.split_max[v], s_.split_sum[v]);
+          else
+            save_partial(v, split);
+    }
+    if (work_.partials >= 0) {
+      if (!last_to_arrive()) return;
+      merge_partials();
+    }
+    write_out();
+  }
+
+ private:
+  // The queries [first, last) of the tile that see a key of a split.
+  struct Visitors {
+    int first, last;
+  };
+
+  int32_t position_of(int q) const { return position_ + q; }
+  KeyRange keys_of(int q, int32_t split) const { return visible_keys(position_of(q), args_.window, split); }
+
+  int32_t first_split_of(int q) const {
+    const int32_t position = position_of(q);
+    return args_.window > 0 && position >= args_.window ? (position - args_.window + 1) / kSplitKeys : 0;
+  }
+
+  Visitors visitors_of(int32_t split) const {
+    const auto sees = [&](int q) { const KeyRange keys = keys_of(q, split); return keys.first <= keys.last; };
+    Visitors v{0, work_.tokens};
+    while (v.first < v.last && !sees(v.first)) ++v.first;
+    while (v.first < v.last && !sees(v.last - 1)) --v.last;
+    return v;
+  }
+
+  void pack_queries() {
+    for (int q = 0; q < work_.tokens; ++q) {
+      const float* const heads = args_.qkv + (work_.first_token + q) * args_.qkv_stride + static_cast<int64_t>(kv_head_) * group_ * dim_;
+      for (int64_t i = 0; i < group_ * dim_; i += 16) C::put(s_.q + q * group_ * dim_ + i, load(heads + i));
+    }
+  }
+
+  void attend_split(int32_t split, Visitors visitors) {
+    const int vector = visitors.first * group_, vectors = (visitors.last - visitors.first) * group_;
+    if (vectors == 0) return;
+    const int32_t base = split * kSplitBlocks;  // the split's first block
+    const int first_block = keys_of(visitors.first, split).first / kBlockSize - base;
+    const int last_block = keys_of(visitors.last - 1, split).last / kBlockSize - base;
+
+    const typename C::Value* key_blocks[kSplitBlocks];
+    for (int b = first_block; b <= last_block; ++b) {
+      key_blocks[b] = reinterpret_cast<const typename C::Value*>(key_block(args_.kv, table_[base + b], kv_head_));
+      const auto* values = reinterpret_cast<const typename C::Value*>(value_block(args_.kv, table_[base + b], kv_head_));
+      for (int r = 0; r < kBlockSize / C::kWidth; ++r) rows_[b * (kBlockSize / C::kWidth) + r] = values + r * dim_ * C::kWidth;
+    }
+    in_register_tiles(vectors, [&]<int M>(int v) {
+      score_vectors<C, M>(s_.q + (vector + v) * dim_, key_blocks + first_block, last_block - first_block + 1, dim_,
+                          s_.scores + (vector + v) * kSplitKeys + first_block * kBlockSize);
+    });
+    for (int q = visitors.first; q < visitors.last; ++q) {
+      const KeyRange keys = keys_of(q, split);
+      for (int v = q * group_; v < (q + 1) * group_; ++v) soften(v, keys.first - split * kSplitKeys, keys.last - split * kSplitKeys);
+    }
+    std::memset(s_.split_acc + vector * dim_, 0, static_cast<size_t>(vectors * dim_) * sizeof(float));
+    add_values(split, visitors);
+  }
+
+  // Scores to exponentials for the keys [first, last] of the split: s_.e, split_max, split_sum.
+  void soften(int v, int first, int last) {
+    float* const scores = s_.scores + v * kSplitKeys;
+    typename C::Value* const e = s_.e + v * kSplitKeys;
+    const int first_block = first / kBlockSize, last_block = last / kBlockSize;
+    const auto visible = [&](int b) {  // in the range's first and last block some lanes are not
+      const unsigned from = b == first_block ? 0xffffu << first % kBlockSize : 0xffffu;
+      const unsigned to = b == last_block ? 0xffffu >> (kBlockSize - 1 - last % kBlockSize) : 0xffffu;
+      return mask_bits(static_cast<uint16_t>(from & to));
+    };
+    vf16 highest = set1(-kInfinity);
+    for (int b = first_block; b <= last_block; ++b) {
+      vf16 score = load(scores + b * 16) * set1(args_.scale);
+      if (args_.softcap > 0.0f) score = soft_capped(score, args_.softcap);
+      score = select(visible(b), score, set1(-kInfinity));
+      store(scores + b * 16, score);
+      highest = NORIA_TIER::max(score, highest);  // a NaN is passed over here and arrives by its exponential
+    }
+    s_.split_max[v] = max_lanes(highest);
+    const vf16 most = set1(s_.split_max[v]);
+    vf16 sum = zero();
+    for (int b = first_block; b <= last_block; ++b) {
+      const vf16 value = select(visible(b), exp(load(scores + b * 16) - most), zero());
+      C::put(e + b * 16, value);
+      sum = sum + value;
+    }
+    s_.split_sum[v] = sum_lanes(sum);
+  }
+
+  // split_acc += values times exponentials: each query's own first blocks, the blocks that all see in full, its own last blocks.
+  void add_values(int32_t split, Visitors visitors) {
+    const int32_t low = split * kSplitKeys;
+    const int latest_first = keys_of(visitors.last - 1, split).first - low, earliest_last = keys_of(visitors.first, split).last - low;
+    const int joint_first = (latest_first + kBlockSize - 1) / kBlockSize * kBlockSize / C::kWidth;
+    const int joint_last = (earliest_last + 1) / kBlockSize * kBlockSize / C::kWidth;
+    const bool joint = visitors.last - visitors.first > 1 && joint_first < joint_last;
+    const auto own = [&](int q, bool before, bool after) {
+      const KeyRange keys = keys_of(q, split);
+      const int first = keys.first - low, last = keys.last - low;
+      const int from = before ? first / C::kWidth : joint_last, to = after ? last / C::kWidth + 1 : joint_first;
+      if (from < to) add_own_values(q, first, last, from, to);
+    };
+    for (int q = visitors.first; q < visitors.last; ++q) own(q, true, !joint);
+    if (!joint) return;
+    add_rows(visitors.first * group_, (visitors.last - visitors.first) * group_, joint_first, joint_last);
+    for (int q = visitors.first; q < visitors.last; ++q) own(q, false, true);
+  }
+
+  // One query's value rows [from, to), where it sees the keys [first, last] of the split.
+  void add_own_values(int q, int first, int last, int from, int to) {
+    const typename C::Value* const kept_first = rows_[from];
+    const typename C::Value* const kept_last = rows_[to - 1];
+    if constexpr (C::kWidth == 2) {
+      if (from == first / 2 && first % 2 == 1) rows_[from] = without_key(rows_[from], 0, s_.masked);
+      if (to - 1 == last / 2 && last % 2 == 0) rows_[to - 1] = without_key(rows_[to - 1], 1, s_.masked + 2 * dim_);
+    }
+    add_rows(q * group_, group_, from, to);
+    rows_[from] = kept_first;
+    rows_[to - 1] = kept_last;
+  }
+
+  // A copy of a pair's row [dim][2] with +0 for one of the two keys.
+  const uint16_t* without_key(const uint16_t* row, int key, uint16_t* copy) const {
+    for (int64_t d = 0; d < dim_; ++d) {
+      copy[2 * d + key] = 0;
+      copy[2 * d + 1 - key] = row[2 * d + 1 - key];
+    }
+    return copy;
+  }
+
+  void add_rows(int vector, int vectors, int from, int to) {
+    in_register_tiles(vectors, [&]<int M>(int v) {
+      value_vectors<C, M>(s_.e + (vector + v) * kSplitKeys, rows_, from, to, dim_, s_.split_acc + (vector + v) * dim_);
+    });
+  }
+
+  void merge(int v, bool first, const float* split_acc, float split_max, float split_sum) {
+    float* const acc = s_.acc + v * dim_;
+    if (first) {
+      std::memcpy(acc, split_acc, static_cast<size_t>(dim_) * sizeof(float));
+      s_.max[v] = split_max;
+      s_.sum[v] = split_sum;
+      return;
+    }
+    const float most = s_.max[v] > split_max ? s_.max[v] : split_max;
+    const vf16 before = exp(set1(s_.max[v] - most)), now = exp(set1(split_max - most));
+    for (int64_t d = 0; d < dim_; d += 16) store(acc + d, fma(load(acc + d), before, load(split_acc + d) * now));
+    float lanes[16];
+    store(lanes, fma(set1(s_.sum[v]), before, set1(split_sum) * now));
+    s_.sum[v] = lanes[0];
+    s_.max[v] = most;
+  }
+
+  float* partial(int v, int32_t split) const {
+    const int64_t index = (static_cast<int64_t>(kv_head_) * work_.splits + split - work_.base_split) * work_.tokens * group_ + v;
+    return plan_.partials + work_.partials + index * partial_width(args_.kv.dim);
+  }
+  void save_partial(int v, int32_t split) const {
+    float* const to = partial(v, split);
+    std::memcpy(to, s_.split_acc + v * dim_, static_cast<size_t>(dim_) * sizeof(float));
+    to[dim_] = s_.split_max[v];
+    to[dim_ + 1] = s_.split_sum[v];
+  }
+  // Whoever computes the last of the splits merges them all.
+  bool last_to_arrive() const {
+    uint32_t* const counter = &plan_.counters[work_.counter + kv_head_];
+    if (__atomic_add_fetch(counter, 1, __ATOMIC_ACQ_REL) < static_cast<uint32_t>(work_.splits)) return false;
+    __atomic_store_n(counter, 0, __ATOMIC_RELAXED);  // for the next layer
+    return true;
+  }
+  void merge_partials() {
+    for (int32_t split = work_.base_split; split < work_.base_split + work_.splits; ++split) {
+      const Visitors visitors = visitors_of(split);
+      for (int q = visitors.first; q < visitors.last; ++q)
+        for (int v = q * group_; v < (q + 1) * group_; ++v) {
+          const float* const from = partial(v, split);
+          merge(v, split == first_split_of(q), from, from[dim_], from[dim_ + 1]);
+        }
+    }
+  }
+
+  void write_out() const {
+    const int64_t width = static_cast<int64_t>(args_.heads) * dim_, columns = static_cast<int64_t>(group_) * dim_;
+    const int64_t column = static_cast<int64_t>(kv_head_) * columns;
+    for (int q = 0; q < work_.tokens; ++q) {
+      const int64_t token = work_.first_token + q;
+      float* const out = args_.out + token * width + column;
+      for (int h = 0; h < group_; ++h) {
+        const int v = q * group_ + h;
+        for (int64_t d = 0; d < dim_; d += 16) store(out + h * dim_ + d, load(s_.acc + v * dim_ + d) / set1(s_.sum[v]));
+      }
+      if (args_.pairs != nullptr) round_row_bf16(out, columns, args_.pairs + token * padded_pairs(width) + column);
+      if (args_.quantized.codes != nullptr) quantize_row(out, columns, quantized_part(token * width + column), 0);
+    }
+  }
+
+  // The part of the quantised output that begins at element `at`, a multiple of 32.
+  QuantizedRows quantized_part(int64_t at) const {
+    const QuantizedRows& q = args_.quantized;
+    return {q.codes + at, q.scales + at / 32, q.sums + at / 32, q.scaled_sums + at / 32, q.half_sums + at / 16, q.scaled_half_sums + at / 16};
+  }
+
+  const AttentionArgs& args_;
+  const AttentionPlan& plan_;
+  const AttentionWork& work_;
+  const int32_t kv_head_;
+  const int group_;
+  const int64_t dim_;
+  const int32_t position_;  // of the first query
+  const int32_t* const table_;
+  const AttentionScratch<C> s_;
+  const typename C::Value* rows_[kSplitKeys / C::kWidth];  // value rows of the split at hand
+};
+
+// Tile `tile` of plan.work_count * kv_heads.
+inline void attention_tile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, int64_t tile, void* memory) {
+  const AttentionWork& work = plan.work[tile / args.kv.kv_heads];
+  const auto kv_head = static_cast<int32_t>(tile % args.kv.kv_heads);
+  if (args.kv.is_f32)
+    AttentionTile<F32Cache>(args, step, plan, work, kv_head, memory).run();
+  else
+    AttentionTile<Bf16Cache>(args, step, plan, work, kv_head, memory).run();
+}
+
+}  // namespace noria::NORIA_TIER

@@ -1,0 +1,10 @@
+# cmake -DNM=nm -DTIER=avx2 -DOBJECT=tier.o -P check_tier.cmake: fails if the object defines a symbol outside its tier's namespace.
+execute_process(COMMAND ${NM} -C --defined-only --extern-only ${OBJECT} OUTPUT_VARIABLE listing COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX REPLACE "\n$" "" listing "${listing}")
+string(REPLACE ";" "," listing "${listing}")
+string(REPLACE "\n" ";" lines "${listing}")
+foreach(line IN LISTS lines)
+  if(NOT line MATCHES "noria::${TIER}::")
+    message(FATAL_ERROR "tier ${TIER} defines a symbol that other files could be linked to:\n  ${line}")
+  endif()
+endforeach()

@@ -1,0 +1,220 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <stdexcept>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace noria {
+
+namespace {
+
+constexpr int kFieldBits = 12;
+constexpr uint32_t kMaxUnits = (1u << kFieldBits) - 1;
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+// An op with more tiles than the word can count is claimed in units of several tiles.
+uint32_t units_of(uint32_t tiles) { return std::min(tiles, kMaxUnits); }
+uint32_t first_tile(uint32_t unit, uint32_t units, uint32_t tiles) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(unit) * tiles / units);
+}
+
+uint64_t tagged(uint64_t epoch, uint32_t next, uint32_t units) {
+  return epoch << (2 * kFieldBits) | static_cast<uint64_t>(next) << kFieldBits | units;
+}
+uint64_t epoch_of(uint64_t word) { return word >> (2 * kFieldBits); }
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Take the next unit of the op in `epoch`; false if there is none left. The first to come opens the word for the epoch.
+bool claim_unit(Gate& gate, uint64_t epoch, uint32_t units, uint32_t& unit) {
+  uint64_t word = gate.claim.load(std::memory_order_acquire);
+  for (;;) {
+    uint32_t next = 0;
+    if (epoch_of(word) > epoch) return false;
+    if (epoch_of(word) == epoch) {
+      next = static_cast<uint32_t>(word >> kFieldBits) & kMaxUnits;
+      if (next >= (word & kMaxUnits)) return false;
+    }
+    if (gate.claim.compare_exchange_weak(word, tagged(epoch, next + 1, units), std::memory_order_acq_rel)) {
+      unit = next;
+      return true;
+    }
+  }
+}
+
+// Count `units` more as done; true if that completed the op.
+bool add_done(Gate& gate, uint64_t epoch, uint32_t units, uint32_t of) {
+  uint64_t word = gate.done.load(std::memory_order_relaxed);
+  for (;;) {
+    const uint64_t before = epoch_of(word) == epoch ? word : tagged(epoch, 0, 0);
+    if (gate.done.compare_exchange_weak(word, before + units, std::memory_order_seq_cst)) return before + units == tagged(epoch, 0, of);
+  }
+}
+
+// For a worker that found no unit left. How many there are stands in the word: a late worker may have read another step's count.
+bool is_done(const Gate& gate, uint64_t epoch) {
+  const uint64_t word = gate.claim.load(std::memory_order_acquire);
+  return epoch_of(word) > epoch || gate.done.load(std::memory_order_seq_cst) >= tagged(epoch, 0, word & kMaxUnits);
+}
+
+}  // namespace
+
+#if defined(__x86_64__)
+FlushDenormals::FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }  // FTZ | DAZ
+FlushDenormals::~FlushDenormals() { _mm_setcsr(saved_); }
+#else
+FlushDenormals::FlushDenormals() : saved_(0) {}
+FlushDenormals::~FlushDenormals() = default;
+#endif
+
+void Program::set_tiles(uint32_t op, int64_t tiles, int64_t last_tiles) {
+  Gate& gate = gates[op];  // a store only where the count changed: the line stays shared between the workers' caches
+  const auto a = static_cast<uint32_t>(tiles), b = static_cast<uint32_t>(last_tiles);
+  if (gate.tiles.load(std::memory_order_relaxed) != a) gate.tiles.store(a, std::memory_order_relaxed);
+  if (gate.last_tiles.load(std::memory_order_relaxed) != b) gate.last_tiles.store(b, std::memory_order_relaxed);
+}
+
+Pool::Pool(int threads) {
+  if (threads < 1) throw std::invalid_argument("a pool needs at least one thread");
+#if defined(__unix__)
+  sigset_t all, before;  // signals are for the program's own threads: workers inherit a full mask
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+  for (int i = 1; i < threads; ++i) {
+    workers_.push_back(std::make_unique<Worker>());
+    workers_.back()->thread = std::thread([this, i] { work(i); });
+  }
+#if defined(__unix__)
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+}
+
+Pool::~Pool() {
+  stopping_.store(true);
+  event_.fetch_add(1);
+  event_.notify_all();
+  for (auto& worker : workers_) worker->thread.join();
+}
+
+// Spin for a while, then sleep until `ready()`.
+template <class Ready> void Pool::wait_until(Ready ready) {
+  if (ready()) return;
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      pause();
+      if (ready()) return;
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  sleepers_.fetch_add(1);
+  for (;;) {
+    const uint32_t seen = event_.load();
+    if (ready()) break;
+    event_.wait(seen);
+  }
+  sleepers_.fetch_sub(1);
+}
+
+// To be called after the store that makes a sleeper's condition true. Either this sees the sleeper counted, or the sleeper,
+// which counts itself before it looks, sees the store: all four accesses are sequentially consistent.
+void Pool::wake_sleepers() {
+  if (sleepers_.load() == 0) return;
+  event_.fetch_add(1);
+  event_.notify_all();
+}
+
+void Pool::guarded_run(Program& program, uint32_t op, uint32_t pass, uint32_t tile, int worker) {
+  try {
+    program.run_tile(op, pass, tile, worker);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(failure_lock_);
+    if (!failure_) failure_ = std::current_exception();
+    failed_.store(true);
+  }
+}
+
+void Pool::take_tiles(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int worker) {
+  Gate& gate = program.gates[op];
+  const uint32_t units = units_of(tiles);
+  uint32_t unit, taken = 0;
+  while (claim_unit(gate, epoch, units, unit)) {
+    ++taken;
+    for (uint32_t tile = first_tile(unit, units, tiles), end = first_tile(unit + 1, units, tiles); tile < end; ++tile)
+      if (!failed_.load(std::memory_order_relaxed)) guarded_run(program, op, pass, tile, worker);
+  }
+  if (taken > 0 && add_done(gate, epoch, taken, units)) wake_sleepers();
+}
+
+void Pool::walk(Program& program, uint64_t epoch, uint32_t passes, int worker) {
+  const auto ops = static_cast<uint32_t>(program.gates.size());
+  const auto one = [&](uint32_t op, uint32_t pass, const std::atomic<uint32_t>& count) {
+    const uint32_t tiles = count.load(std::memory_order_relaxed);
+    if (tiles == 0) return;
+    take_tiles(program, op, pass, epoch + pass, tiles, worker);
+    const Gate& gate = program.gates[op];
+    wait_until([&] { return is_done(gate, epoch + pass); });
+    if (worker == 0) program.finished(op);
+  };
+  for (uint32_t op = 0; op < program.loop_begin; ++op) one(op, 0, program.gates[op].last_tiles);
+  for (uint32_t pass = 0; pass < passes; ++pass)
+    for (uint32_t op = program.loop_begin; op < ops; ++op)
+      one(op, pass, pass + 1 < passes ? program.gates[op].tiles : program.gates[op].last_tiles);
+}
+
+void Pool::run(Program& program) {
+  const std::lock_guard<std::mutex> lock(callers_);
+  const FlushDenormals flush;
+  failed_.store(false);
+  failure_ = nullptr;
+  const uint64_t sequence = sequence_.load(std::memory_order_relaxed);
+  const uint64_t epoch = epoch_.load(std::memory_order_relaxed) + std::max(1u, passes_.load(std::memory_order_relaxed));
+  sequence_.store(sequence + 1);
+  program_.store(&program);
+  epoch_.store(epoch);
+  passes_.store(program.passes);
+  sequence_.store(sequence + 2);
+  wake_sleepers();
+  walk(program, epoch, program.passes, 0);
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void Pool::work(int index) {
+  const FlushDenormals flush;
+  Worker& self = *workers_[static_cast<size_t>(index) - 1];
+  uint64_t seen = 0;
+  for (;;) {
+    wait_until([&] { return sequence_.load() != seen || stopping_.load(); });
+    if (stopping_.load()) return;
+    self.walking.store(true);
+    const uint64_t sequence = sequence_.load();
+    Program* const program = program_.load();
+    const uint64_t epoch = epoch_.load();
+    const uint32_t passes = passes_.load();
+    if (sequence % 2 == 0 && sequence_.load() == sequence) {
+      seen = sequence;
+      if (program != nullptr) walk(*program, epoch, passes, index);
+    }
+    self.walking.store(false);
+  }
+}
+
+void Pool::quiesce() {
+  const std::lock_guard<std::mutex> lock(callers_);
+  const uint64_t sequence = sequence_.load(std::memory_order_relaxed);
+  sequence_.store(sequence + 1);
+  program_.store(nullptr);
+  sequence_.store(sequence + 2);
+  for (auto& worker : workers_)
+    while (worker->walking.load()) std::this_thread::yield();
+}
+
+}  // namespace noria

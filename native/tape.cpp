@@ -1,0 +1,340 @@
+#include "tape.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+namespace noria {
+
+namespace {
+
+constexpr int64_t kMostPartials = 16 << 20;  // floats: 64 MB of address space
+constexpr int64_t kTilesPerThread = 4;
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("step inputs: " + message); }
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool same_shape(const AttentionArgs& a, const AttentionArgs& b) {
+  return a.heads == b.heads && a.window == b.window && a.kv.kv_heads == b.kv.kv_heads && a.kv.dim == b.kv.dim;
+}
+
+}  // namespace
+
+Tape::Tape(std::shared_ptr<Pool> pool, const KernelTable& kernels, TapeLimits limits)
+    : pool_(std::move(pool)), kernels_(kernels), limits_(std::move(limits)) {
+  token_rows_.resize(static_cast<size_t>(limits_.max_tokens));
+}
+
+Tape::~Tape() { pool_->quiesce(); }
+
+// -- recording ------------------------------------------------------------------------------------------------------------------
+
+Tape::Op& Tape::op_of(OpKind kind) {
+  if (ops_.empty() || ops_.back().kind != kind) throw std::logic_error("tape: this belongs to another kind of op than the one begun last");
+  return ops_.back();
+}
+
+void Tape::begin_rows(Domain domain) { ops_.push_back({.kind = OpKind::rows, .domain = domain, .in_loop = recording_loop_}); }
+
+void Tape::add_stage(const Stage& stage) { op_of(OpKind::rows).stages.push_back(stage); }
+
+void Tape::begin_linear(Domain domain, int64_t inputs, const LinearInput& input, const float* bias, float* y, int64_t outputs) {
+  LinearArgs args = {};
+  args.inputs = inputs;
+  args.x = input.x;
+  args.x_stride = inputs;
+  args.pairs = input.pairs;
+  if (input.quantized != nullptr) args.quantized = quantized_view(input.quantized, input.quantized_rows, inputs);
+  args.bias = bias;
+  args.y = y;
+  args.y_stride = outputs;
+  Op op{.kind = OpKind::linear, .domain = domain, .in_loop = recording_loop_};
+  op.linear[0] = op.linear[1] = args;
+  ops_.push_back(std::move(op));
+}
+
+void Tape::add_segment(const LinearSegment& segment) {
+  for (LinearArgs& args : op_of(OpKind::linear).linear) {
+    if (args.segment_count == kMaxSegments) throw std::invalid_argument("a linear weight of more than " + std::to_string(kMaxSegments) + " segments");
+    args.segments[args.segment_count++] = segment;
+  }
+}
+
+void Tape::add_attention(const AttentionArgs& args) {
+  Op op{.kind = OpKind::attention, .domain = Domain::tokens, .in_loop = false};
+  op.attention = args;
+  op.plan = static_cast<size_t>(std::find_if(plans_.begin(), plans_.end(), [&](const Plan& p) { return same_shape(p.shape, args); }) - plans_.begin());
+  if (op.plan == plans_.size()) plans_.push_back({.shape = args, .work = {}, .counters = {}, .partials = nullptr});
+  ops_.push_back(std::move(op));
+}
+
+void Tape::begin_logits(int64_t chunk_rows) {
+  recording_loop_ = true;
+  chunk_rows_ = chunk_rows;
+  loop_begin = static_cast<uint32_t>(ops_.size());
+}
+
+void Tape::add_draw(float* logits) {
+  logits_ = logits;
+  ops_.push_back({.kind = OpKind::draw, .domain = Domain::logits, .in_loop = true});
+}
+
+void Tape::finish() {
+  if (!recording_loop_) loop_begin = static_cast<uint32_t>(ops_.size());
+  gates = std::vector<Gate>(ops_.size());
+  int64_t bytes = kernels_.sampler_scratch_bytes(limits_.vocab);
+  for (const Op& op : ops_)
+    if (op.kind == OpKind::attention) bytes = std::max(bytes, kernels_.attention_scratch_bytes(op.attention));
+  for (int i = 0; i < pool_->threads(); ++i) {
+    scratch_.push_back(std::unique_ptr<std::byte[]>(new std::byte[static_cast<size_t>(bytes) + 64]));
+    const auto address = reinterpret_cast<uintptr_t>(scratch_.back().get());
+    scratch_start_.push_back(scratch_.back().get() + (64 - address % 64) % 64);
+  }
+  const int64_t splits = ceil_divide(limits_.table_width, kSplitBlocks);
+  for (Plan& plan : plans_) {
+    const int32_t group = plan.shape.heads / plan.shape.kv.kv_heads;
+    const int64_t vectors = static_cast<int64_t>(queries_a_tile(group)) * group;
+    plan.capacity = std::min(kMostPartials, kTilesPerThread * pool_->threads() * splits * vectors * partial_width(plan.shape.kv.dim));
+    plan.partials.reset(new float[static_cast<size_t>(plan.capacity)]);
+  }
+}
+
+// -- the step's inputs -----------------------------------------------------------------------------------------------------------
+
+void Tape::check(const StepView& step) const {
+  if (step.token_count > limits_.max_tokens) refuse("more tokens than the executable was built for");
+  if (step.row_count > limits_.max_rows) refuse("more rows than the executable was built for");
+  if (step.logit_count > limits_.max_tokens) refuse("more logit rows than tokens");
+  if (step.group_count != static_cast<int64_t>(limits_.windows.size())) refuse("another number of block tables than layer groups");
+  for (int64_t t = 0; t < step.token_count; ++t)
+    if (step.tokens[t] < 0 || step.tokens[t] >= limits_.vocab) refuse("token id " + std::to_string(step.tokens[t]) + " is not in the vocabulary");
+  for (int64_t i = 0; i < step.logit_count; ++i)
+    if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.token_count) refuse("logit_rows names a token that the step has not");
+  check_rows(step);
+}
+
+// Rows tile the tokens, positions ascend by one, and every block that a query may see is one of the cache's, not the null block.
+void Tape::check_rows(const StepView& step) const {
+  if (step.row_offsets[0] != 0 || step.row_offsets[step.row_count] != step.token_count) refuse("row_offsets do not cover the tokens");
+  for (int64_t r = 0; r < step.row_count; ++r) {
+    const int32_t first = step.row_offsets[r], last = step.row_offsets[r + 1];
+    if (last < first) refuse("row_offsets descend");
+    if (first == last) continue;
+    if (step.row_slots[r] < 0 || step.row_slots[r] >= step.table_rows) refuse("row_slots names a row without a block table");
+    const int64_t start = step.positions[first], end = start + last - first;
+    if (start < 0 || end > std::min(limits_.max_positions, limits_.table_width * kBlockSize)) refuse("a position beyond the longest sequence");
+    for (int32_t t = first; t < last; ++t)
+      if (step.positions[t] != start + t - first) refuse("positions of a row do not ascend by one");
+    for (size_t g = 0; g < limits_.windows.size(); ++g) {
+      const int32_t* table = block_table(step, static_cast<int>(g), r);
+      const int64_t window = limits_.windows[g];
+      const int64_t from = window > 0 && start >= window ? (start - window + 1) / kBlockSize : 0;
+      int32_t least = INT32_MAX, most = 0;
+      for (int64_t b = from; b < ceil_divide(end, kBlockSize); ++b) least = std::min(least, table[b]), most = std::max(most, table[b]);
+      if (least < 1 || most >= limits_.num_blocks) refuse("a block table names no block of the cache for a position that a query sees");
+    }
+  }
+}
+
+void Tape::check_draws(const StepView& step) const {
+  const DrawsView& d = step.draws;
+  const auto in_vocabulary = [this](int32_t token) { return token >= 0 && token < limits_.vocab; };
+  const auto check_list = [&](const int64_t* offsets, const int32_t* tokens) {
+    for (int64_t i = offsets[0]; i < offsets[d.count]; ++i)
+      if (!in_vocabulary(tokens[i])) refuse("a draw's list names a token outside the vocabulary");
+  };
+  for (int64_t i = 0; i < d.count; ++i) {
+    if (d.logit_row[i] < 0 || d.logit_row[i] >= step.logit_count) refuse("a draw reads a logit row that the step has not");
+    if (d.target[i] >= limits_.vocab) refuse("a draw's target is outside the vocabulary");
+    if (d.num_top[i] > step.drawn.width) refuse("a draw wants more top tokens than the result has room for");
+    if (!(d.temperature[i] >= 0.0f)) refuse("a draw's temperature is negative or not a number");
+  }
+  check_list(d.history_offsets, d.history_tokens);
+  check_list(d.bias_offsets, d.bias_tokens);
+  check_list(d.ban_offsets, d.ban_tokens);
+}
+
+void Tape::find_token_rows(StepView& step) {
+  for (int64_t r = 0; r < step.row_count; ++r)
+    std::fill(token_rows_.begin() + step.row_offsets[r], token_rows_.begin() + step.row_offsets[r + 1], static_cast<int32_t>(r));
+  step.token_rows = token_rows_.data();
+}
+
+// Draws by logit row, so that a tile of the draw op is one row of logits.
+void Tape::order_draws(const StepView& step) {
+  const DrawsView& d = step.draws;
+  row_draws_.assign(static_cast<size_t>(step.logit_count) + 1, 0);
+  draw_order_.resize(static_cast<size_t>(d.count));
+  for (int64_t i = 0; i < d.count; ++i) ++row_draws_[static_cast<size_t>(d.logit_row[i])];
+  int32_t before = 0;
+  for (int32_t& count : row_draws_) before += std::exchange(count, before);
+  std::vector<int32_t> next(row_draws_);
+  for (int64_t i = 0; i < d.count; ++i) draw_order_[static_cast<size_t>(next[static_cast<size_t>(d.logit_row[i])]++)] = static_cast<int32_t>(i);
+}
+
+// -- attention ---------------------------------------------------------------------------------------------------------------------
+
+void Tape::plan_attention(Plan& plan, const StepView& step) {
+  const int32_t queries = queries_a_tile(plan.shape.heads / plan.shape.kv.kv_heads), window = plan.shape.window;
+  plan.work.clear();
+  for (int64_t r = 0; r < step.row_count; ++r) {
+    for (int32_t t = step.row_offsets[r]; t < step.row_offsets[r + 1]; t += queries) {
+      const int32_t tokens = std::min(queries, step.row_offsets[r + 1] - t), first = step.positions[t], last = first + tokens - 1;
+      const int32_t start = window > 0 && first >= window ? first - window + 1 : 0;
+      const int32_t base = start / kSplitKeys, end = last / kSplitKeys + 1;
+      plan.work.push_back({static_cast<int32_t>(r), t, tokens, base, end, base, end - base, 0, -1});
+    }
+  }
+  share_splits(plan);
+  const auto cost = [](const AttentionWork& w) { return static_cast<int64_t>(w.tokens) * (w.last_split - w.first_split); };
+  std::stable_sort(plan.work.begin(), plan.work.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
+  plan.view = {plan.work.data(), static_cast<int64_t>(plan.work.size()), plan.partials.get(), plan.counters.data()};
+}
+
+// Where there are too few tiles for the threads, each split of a long row becomes a tile of its own.
+void Tape::share_splits(Plan& plan) {
+  const int32_t kv_heads = plan.shape.kv.kv_heads, group = plan.shape.heads / kv_heads;
+  const auto threads = static_cast<int64_t>(pool_->threads());
+  if (threads == 1 || static_cast<int64_t>(plan.work.size()) * kv_heads >= kTilesPerThread * threads) return;
+  std::vector<AttentionWork> shared;
+  int64_t floats = 0;
+  int32_t counters = 0;
+  for (AttentionWork work : plan.work) {
+    if (work.splits > 1) {
+      work.partials = floats;
+      work.counter = counters;
+      floats += static_cast<int64_t>(kv_heads) * work.splits * work.tokens * group * partial_width(plan.shape.kv.dim);
+      counters += kv_heads;
+    }
+    for (int32_t s = 0; s < (work.splits > 1 ? work.splits : 1); ++s) {
+      if (work.splits > 1) work.first_split = work.base_split + s, work.last_split = work.first_split + 1;
+      shared.push_back(work);
+    }
+  }
+  if (floats > plan.capacity) return;
+  plan.work = std::move(shared);
+  plan.counters.assign(static_cast<size_t>(counters), 0);
+}
+
+// -- sizes -------------------------------------------------------------------------------------------------------------------------
+
+int64_t Tape::count_linear(LinearArgs& args, int64_t rows) const {
+  args.rows = rows;
+  return kernels_.linear_tile_count(args, pool_->threads());
+}
+
+void Tape::set_sizes() {
+  passes = static_cast<uint32_t>(ceil_divide(step_.logit_count, chunk_rows_));
+  const int64_t last_chunk = passes == 0 ? 0 : step_.logit_count - (passes - 1) * chunk_rows_;
+  for (uint32_t i = 0; i < ops_.size(); ++i) {
+    Op& op = ops_[i];
+    const int64_t rows = op.in_loop ? last_chunk : op.domain == Domain::tokens ? step_.token_count : step_.logit_count;
+    const int64_t full = op.in_loop ? chunk_rows_ : rows;
+    switch (op.kind) {
+      case OpKind::rows:
+        op.rows_a_tile = std::clamp<int64_t>(full / (kTilesPerThread * pool_->threads()), 1, 16);
+        set_tiles(i, ceil_divide(full, op.rows_a_tile), ceil_divide(rows, op.rows_a_tile));
+        break;
+      case OpKind::linear:
+        set_tiles(i, op.in_loop ? count_linear(op.linear[0], full) : 0, count_linear(op.linear[1], rows));
+        break;
+      case OpKind::attention:
+        set_tiles(i, plans_[op.plan].view.work_count * op.attention.kv.kv_heads);
+        break;
+      case OpKind::draw:
+        set_tiles(i, full, rows);
+        break;
+    }
+  }
+}
+
+// -- running -----------------------------------------------------------------------------------------------------------------------
+
+void Tape::run(StepView& step, float* all_logits) {
+  check(step);
+  if (all_logits == nullptr) check_draws(step);
+  find_token_rows(step);
+  if (all_logits == nullptr) order_draws(step);
+  step_ = step;
+  all_logits_ = all_logits;
+  for (Plan& plan : plans_) plan_attention(plan, step_);
+  set_sizes();
+  if (profiling_) last_time_ = now();
+  pool_->run(*this);
+}
+
+// The linear before the draws reads rows `pass * chunk_rows` on of its input; its output is the same tile of rows each time.
+void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile) const {
+  const LinearArgs& args = op.linear[op.in_loop && pass + 1 < passes ? 0 : 1];
+  if (pass == 0) return kernels_.linear_tile(args, tile);
+  LinearArgs moved = args;
+  const int64_t rows = pass * chunk_rows_, codes = rows * padded_codes(args.inputs);
+  if (args.x != nullptr) moved.x += rows * args.x_stride;
+  if (args.pairs != nullptr) moved.pairs += rows * padded_pairs(args.inputs);
+  if (const QuantizedRows& q = args.quantized; q.codes != nullptr)
+    moved.quantized = {q.codes + codes, q.scales + codes / 32, q.sums + codes / 32, q.scaled_sums + codes / 32, q.half_sums + codes / 16, q.scaled_half_sums + codes / 16};
+  kernels_.linear_tile(moved, tile);
+}
+
+// All draws of one row of logits.
+void Tape::run_draws(uint32_t pass, uint32_t tile, void* scratch) const {
+  const int64_t row = pass * chunk_rows_ + tile;
+  const float* const logits = logits_ + tile * limits_.vocab;
+  if (all_logits_ != nullptr) {
+    std::copy(logits, logits + limits_.vocab, all_logits_ + row * limits_.vocab);
+    return;
+  }
+  for (int32_t i = row_draws_[static_cast<size_t>(row)]; i < row_draws_[static_cast<size_t>(row) + 1]; ++i)
+    kernels_.draw_tile(logits, limits_.vocab, step_, draw_order_[static_cast<size_t>(i)], scratch);
+}
+
+void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
+  const Op& op = ops_[index];
+  std::byte* const scratch = scratch_start_[static_cast<size_t>(worker)];
+  switch (op.kind) {
+    case OpKind::rows: {
+      const int64_t in_pass = pass + 1 < passes ? chunk_rows_ : step_.logit_count - (passes - 1) * chunk_rows_;
+      const int64_t rows = op.in_loop ? in_pass : op.domain == Domain::tokens ? step_.token_count : step_.logit_count;
+      const int64_t first = tile * op.rows_a_tile;
+      return kernels_.run_stages(op.stages.data(), static_cast<int64_t>(op.stages.size()), step_, first, std::min(first + op.rows_a_tile, rows));
+    }
+    case OpKind::linear: return run_linear(op, pass, tile);
+    case OpKind::attention: return kernels_.attention_tile(op.attention, step_, plans_[op.plan].view, tile, scratch);
+    case OpKind::draw: return run_draws(pass, tile, scratch);
+  }
+}
+
+// -- profile -----------------------------------------------------------------------------------------------------------------------
+
+void Tape::set_profiling(bool on) {
+  profiling_ = on;
+  seconds_.assign(ops_.size(), 0.0);
+}
+
+void Tape::finished(uint32_t op) {
+  if (!profiling_) return;
+  const double time = now();
+  seconds_[op] += time - last_time_;
+  last_time_ = time;
+}
+
+std::vector<std::string> Tape::labels() const {
+  std::vector<std::string> labels;
+  for (const Op& op : ops_) {
+    switch (op.kind) {
+      case OpKind::rows: labels.push_back("rows x" + std::to_string(op.stages.size())); break;
+      case OpKind::linear: labels.push_back("linear " + std::to_string(op.linear[1].inputs) + " > " + std::to_string(op.linear[1].y_stride)); break;
+      case OpKind::attention: labels.push_back(op.attention.window > 0 ? "attention window" : "attention"); break;
+      case OpKind::draw: labels.push_back("draw"); break;
+    }
+  }
+  return labels;
+}
+
+}  // namespace noria

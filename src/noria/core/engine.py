@@ -1,0 +1,415 @@
+"""The engine: requests in, outputs out, one step at a time.
+
+    depth 0   plan n ── launch n ── wait n ── commit n                      outputs of n
+    depth 1   plan n+1 ── wait n ── bind n+1 to n ── launch n+1 ── commit n    outputs of n; the device runs n+1 meanwhile
+
+`step()` is synchronous and in-process; a thread, a process, an HTTP server and the simulator are shells around it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from noria.config import EngineConfig
+from noria.core.audit import audit, dump
+from noria.core.plan import RowResult, StepPlan, StepResult
+from noria.core.queue import WaitingQueue
+from noria.core.scheduler import Entry, Scheduler, Step, bind
+from noria.core.sequence import Sequence, State
+from noria.kv.cache import KVCache
+from noria.models.spec import LayerGroup
+from noria.types import (
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    NoriaError,
+    Phase,
+    RequestError,
+    SequenceOutput,
+    TokenLogprobs,
+)
+
+
+class Runner(Protocol):
+    """The tensor half, as the engine sees it. Plans run in the order in which they are launched."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step; returns a ticket. The plan before it has been waited for."""
+
+    def wait(self, ticket: Any) -> StepResult:
+        """Block until the step is done."""
+
+    def close(self) -> None:
+        """Stop the device's threads and free its memory."""
+
+
+class EngineDead(NoriaError):
+    """The runner failed, or an invariant is broken: no request can go on.
+
+    `outputs` end all open choices with FinishReason.ERROR; `dump` is the engine's state for the log.
+    """
+
+    def __init__(self, cause: str, outputs: list[SequenceOutput], dump: str) -> None:
+        super().__init__(f"the engine stopped: {cause}")
+        self.outputs = outputs
+        self.dump = dump
+
+
+class RequestRecord:
+    """A request with open choices. A choice that is not drawn yet has no sequence of its own: choice 0 stands for it."""
+
+    __slots__ = ("open", "request", "sequences")
+
+    def __init__(self, request: EngineRequest, first: Sequence) -> None:
+        self.request = request
+        self.sequences = {0: first}
+        self.open = set(range(request.params.n))
+
+
+class Engine:
+    """One engine. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        groups: tuple[LayerGroup, ...],
+        num_blocks: int,
+        model_tag: bytes,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt.
+
+        `self.max_model_len` is the longest prompt + output that is served: at most `max_model_len`, and no more than
+        one sequence alone can hold in the pool. NoriaError if not even one block of tokens fits.
+        """
+        budget = config.max_num_batched_tokens
+        chunk = min(budget, config.long_prefill_token_threshold or budget)
+        self.cache = KVCache(
+            groups,
+            num_blocks,
+            model_tag,
+            prefix_caching=config.enable_prefix_caching,
+            max_chunk=chunk * (1 + config.async_depth),
+        )
+        self.max_model_len = self.cache.longest(max_model_len)
+        if not self.max_model_len:
+            raise NoriaError(
+                f"{num_blocks - 1} KV blocks hold no sequence: raise --kv-cache-memory-bytes or lower --max-num-batched-tokens"
+            )
+        self.queue = WaitingQueue(config.scheduling_policy, config.max_num_queued_reqs)
+        self.scheduler = Scheduler(
+            self.cache,
+            self.queue,
+            max_rows=min(config.max_num_seqs, budget),  # each row that decodes needs a token of the budget
+            max_tokens=budget,
+            max_chunk=chunk,
+            max_len=self.max_model_len,
+        )
+        self.records: dict[int, RequestRecord] = {}
+        self.draining = False
+        self._depth = config.async_depth
+        self._timeout = config.request_timeout_s
+        self._runner = runner
+        self._clock = clock
+        self._flight: tuple[Step, Any] | None = None  # the step in flight and its ticket
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id); ended requests stay until then
+        self._outputs: list[SequenceOutput] = []  # of the step that is being made
+        self._dead: str | None = None
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._finished: dict[str, int] = {}
+
+    # What a shell calls
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. RequestError if it can never be served, QueueFull if too many wait, 503 while draining."""
+        if self._dead:
+            raise EngineDead(self._dead, [], "")
+        if self.draining:
+            raise RequestError("the server is shutting down: send the request to another one", code="draining", status=503)
+        if request.request_id in self.records or request.params.seed is None:
+            raise ValueError("a request needs an id that is not in use and a seed: both are the shell's to choose")
+        self._check_length(request)
+        self.queue.check_room(len(self.scheduler.free_rows))
+        now = self._clock()
+        start = min(request.arrival or now, now)
+        sequence = Sequence(
+            request,
+            self.cache.table(request.cache_salt),
+            rank=self.queue.rank(request.priority, now),
+            priority=self.queue.priority(request.priority),
+            max_len=self.max_model_len,
+            start=start,
+        )
+        self.records[request.request_id] = RequestRecord(request, sequence)
+        self.queue.push(sequence)
+        deadlines = [] if request.deadline is None else [request.deadline]
+        if self._timeout is not None:
+            deadlines.append(start + self._timeout)
+        if deadlines:
+            heapq.heappush(self._deadlines, (min(deadlines), request.request_id))
+
+    def abort(self, request_id: int) -> list[SequenceOutput]:
+        """End a request now, whatever it is doing: the last outputs of its open choices. [] if it has ended already."""
+        return self._end(request_id, FinishReason.ABORT, self._clock())
+
+    def step(self) -> list[SequenceOutput]:
+        """Plan, run and commit one step: what it made. EngineDead if the runner fails."""
+        if self._dead:
+            raise EngineDead(self._dead, [], "")
+        try:
+            if self._depth:
+                self._step_overlapped()
+            else:
+                self._step_in_turn()
+        except Exception as error:
+            raise self._die(error) from error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are open or a step is in flight."""
+        return bool(self.records) or self._flight is not None
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters now."""
+        pool, scheduler = self.cache.pool, self.scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(self.queue),
+            kv_usage=pool.referenced / pool.size,
+            kv_blocks=pool.size,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            finished=dict(self._finished),
+        )
+
+    def drain(self) -> None:
+        """Take no more requests; those inside go on. `has_work` tells when they have ended."""
+        self.draining = True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.cache.reset(sequence.kv for sequence in (*self.scheduler.running, *self.scheduler.leaving))
+
+    def audit(self) -> None:
+        """Check every invariant; AuditError with a dump if one is broken. Takes time proportional to the pool."""
+        audit(self.records, self.scheduler)
+
+    def close(self) -> None:
+        """Stop the runner."""
+        self._runner.close()
+
+    # One step
+
+    def _step_in_turn(self) -> None:
+        now = self._clock()
+        self._expire(now)
+        step = self.scheduler.schedule(now)
+        if step is not None:
+            self._steps += 1
+            self._commit(step, self._runner.wait(self._runner.launch(step.plan)))
+        elif self.records:
+            raise RuntimeError("requests are open, and none of them can go on")
+
+    def _step_overlapped(self) -> None:
+        now = self._clock()
+        self._expire(now)
+        flight, step = self._flight, self.scheduler.schedule(now)
+        self._flight = None
+        if flight is None and step is None and self.records:
+            raise RuntimeError("requests are open, and none of them can go on")
+        result = None if flight is None else self._runner.wait(flight[1])
+        if step is not None:
+            self._steps += 1
+            plan = bind(step.plan, step.late, result.rows) if result is not None and step.late else step.plan
+            self._flight = (step, self._runner.launch(plan))
+        if flight is not None and result is not None:
+            self._commit(flight[0], result)
+
+    def _commit(self, step: Step, result: StepResult) -> None:
+        """Take in what a step computed and sampled. Samples of a sequence that has ended meanwhile are dropped."""
+        if result.step != step.plan.step:
+            raise RuntimeError(f"the runner answered step {result.step} when asked for step {step.plan.step}")
+        now = self._clock()
+        scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
+        for entry, row in zip(step.entries, result.rows, strict=True):
+            sequence = entry.sequence
+            sequence.in_flight -= entry.count
+            sequence.computed = entry.end
+            sequence.pending -= entry.samples
+            if entry.end >= sequence.kv.due:
+                commit(sequence.kv, sequence.tokens, entry.end)
+            if row.prompt_logprobs:
+                sequence.prompt_logprobs += row.prompt_logprobs
+                sequence.unscored = len(sequence.prompt_logprobs) < sequence.prompt_length - 1
+            if sequence.state is not State.FINISHED:
+                if entry.streams:
+                    self._draw_choices(entry, row, now)
+                elif entry.samples:
+                    outputs.append(self._accept(sequence, row.tokens[0], row.logprobs, now))
+                elif entry.end == sequence.limit:  # max_tokens is 0: a prompt to be scored, not continued
+                    self._finish_scored(sequence, now)
+            if sequence.state is not State.RUNNING:
+                scheduler.settle(sequence)
+
+    def _accept(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...], now: float) -> SequenceOutput:
+        """One more token of a choice, and its end if that is it."""
+        tokens = sequence.tokens
+        first = len(tokens) == sequence.prompt_length
+        tokens.append(token)
+        self._generated_tokens += 1
+        if sequence.phase is Phase.PREFILL:
+            sequence.stamp(Phase.DECODE, now)
+        prompt_logprobs = None
+        if first and sequence.index == 0:
+            self._prompt_tokens += sequence.prompt_length
+            prompt_logprobs = _scores(sequence)
+        output_tokens = len(tokens) - sequence.prompt_length
+        request = sequence.request
+        stopped = token in request.stop_ids and output_tokens > sequence.params.min_tokens
+        if stopped or len(tokens) >= sequence.limit:
+            self.scheduler.growth.finished(output_tokens)
+            return self._finish(
+                sequence,
+                FinishReason.STOP if stopped else FinishReason.LENGTH,
+                now,
+                tokens=(token,),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                stop_token=token if stopped else None,
+            )
+        return SequenceOutput(
+            request_id=request.request_id,
+            index=sequence.index,
+            tokens=(token,),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _draw_choices(self, entry: Entry, row: RowResult, now: float) -> None:
+        """The first tokens of all choices. Those that go on are forked before choice 0 might end and free its blocks."""
+        parent = entry.sequence
+        record = self.records[parent.request.request_id]
+        forks = []
+        for place, index in enumerate(entry.streams, 1):
+            child = parent.choice(index, self.cache.table(parent.request.cache_salt))
+            record.sequences[index] = child
+            forks.append(self._accept(child, row.tokens[place], row.logprobs[place : place + 1], now))
+            if child.state is not State.FINISHED:
+                self.scheduler.fork(parent, child, now)
+        self._outputs.append(self._accept(parent, row.tokens[0], row.logprobs[:1], now))
+        self._outputs += forks
+
+    # Ends
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
+        stop_token: int | None = None,
+    ) -> SequenceOutput:
+        """End a choice that has a sequence: its terminal output."""
+        self.scheduler.finish(sequence, now)
+        record = self.records[sequence.request.request_id]
+        self._close_choice(record, sequence.index, reason, now)
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_token=stop_token,
+            cached_tokens=max(sequence.cached_tokens, 0),
+            phases=tuple(sequence.parts),
+            preemptions=sequence.preemptions,
+        )
+
+    def _finish_scored(self, sequence: Sequence, now: float) -> None:
+        """End all choices of a request with max_tokens 0: they differ in nothing."""
+        self._prompt_tokens += sequence.prompt_length
+        first, *others = self._end(sequence.request.request_id, FinishReason.LENGTH, now)
+        self._outputs += [msgspec.structs.replace(first, prompt_logprobs=_scores(sequence)), *others]
+
+    def _end(self, request_id: int, reason: FinishReason, now: float) -> list[SequenceOutput]:
+        """End all open choices of a request: their terminal outputs."""
+        record = self.records.get(request_id)
+        if record is None:
+            return []
+        outputs = []
+        for index in sorted(record.open):
+            sequence = record.sequences.get(index, record.sequences[0])
+            if sequence.state is not State.FINISHED:
+                self.scheduler.finish(sequence, now)
+            self._close_choice(record, index, reason, now)
+            outputs.append(
+                SequenceOutput(
+                    request_id=request_id,
+                    index=index,
+                    finish_reason=reason,
+                    cached_tokens=max(sequence.cached_tokens, 0),
+                    phases=tuple(sequence.parts),
+                    preemptions=sequence.preemptions,
+                )
+            )
+        return outputs
+
+    def _close_choice(self, record: RequestRecord, index: int, reason: FinishReason, now: float) -> None:
+        """Count off a choice; with the last one the request is over."""
+        record.open.remove(index)
+        if not record.open:
+            del self.records[record.request.request_id]
+            self._finished[reason.value] = self._finished.get(reason.value, 0) + 1
+            self.queue.finished(now)
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            self._outputs += self._end(request_id, FinishReason.TIMEOUT, now)
+
+    def _check_length(self, request: EngineRequest) -> None:
+        length, most = len(request.prompt), self.max_model_len
+        if not length:
+            raise RequestError("the prompt is empty: give it at least one token", param="prompt")
+        if length + (request.params.max_tokens != 0) > most:
+            raise RequestError(
+                f"the prompt has {length} tokens, and at most {most} of prompt and output are served: shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _die(self, error: Exception) -> EngineDead:
+        """End everything: the exception for the shell. Touches no invariant, since one may be broken."""
+        self._dead = f"{type(error).__name__}: {error}".splitlines()[0]
+        ended = [
+            SequenceOutput(request_id=request_id, index=index, finish_reason=FinishReason.ERROR, error=self._dead)
+            for request_id, record in self.records.items()
+            for index in sorted(record.open)
+        ]
+        self.records.clear()
+        self._flight = None
+        return EngineDead(self._dead, self._outputs + ended, dump(self.scheduler))
+
+
+def _scores(sequence: Sequence) -> tuple[TokenLogprobs, ...] | None:
+    """The logprobs of prompt[1:], if they were asked for."""
+    return None if sequence.params.prompt_logprobs is None else tuple(sequence.prompt_logprobs)

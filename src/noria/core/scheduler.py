@@ -1,0 +1,421 @@
+"""The scheduler: which tokens of which sequences the next step computes, within one token budget.
+
+A step is planned in three passes over one budget of tokens:
+
+    1. decodes       every running sequence with one token left to compute gets it, or loses its place to make room
+    2. prefills      running sequences with more left get a chunk, in the policy's order
+    3. admissions    waiting sequences get a row and a first chunk, in the policy's order, if all they know will fit
+
+Memory decides between sequences only through `_grow` (pass 1 and 2: somebody is preempted) and `_fits` (pass 3: wait).
+
+Waiting is bounded. Nobody overtakes a sequence that waits for memory, and the running sequence that is first in the
+policy's order is never the victim while another runs: so it ends, and then the next is first. A sequence that waits for a
+block which another is computing is passed over, but keeps its place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import chain
+
+from noria.core.growth import Growth
+from noria.core.plan import NewRow, PlanRow, RowResult, StepPlan
+from noria.core.queue import WaitingQueue
+from noria.core.sequence import Rank, Sequence, State
+from noria.kv.cache import Blocks, Hit, KVCache, Table
+from noria.kv.keys import BLOCK_SIZE
+from noria.types import Phase
+
+Planned = tuple[Sequence, int, int, Blocks]  # sequence, first position, tokens, new blocks
+
+
+class Entry:
+    """What the engine remembers of one PlanRow until its result is back."""
+
+    __slots__ = ("count", "end", "samples", "sequence", "streams")
+
+    def __init__(self, sequence: Sequence, count: int, end: int, samples: int, streams: tuple[int, ...]) -> None:
+        self.sequence = sequence
+        self.count = count
+        self.end = end
+        self.samples = samples
+        self.streams = streams
+
+
+class Step:
+    """A plan with its entries. `late` rows compute a token that the step before samples: (row, row of the step before)."""
+
+    __slots__ = ("entries", "late", "plan")
+
+    def __init__(self, plan: StepPlan, entries: list[Entry], late: list[tuple[int, int]]) -> None:
+        self.plan = plan
+        self.entries = entries
+        self.late = late
+
+
+def bind(plan: StepPlan, late: Iterable[tuple[int, int]], before: tuple[RowResult, ...]) -> StepPlan:
+    """The plan with the ids that were not known when it was made: the first token sampled by a row of the step before."""
+    rows = list(plan.rows)
+    for place, source in late:
+        row = rows[place]
+        rows[place] = PlanRow(
+            row=row.row,
+            start=row.start,
+            count=row.count,
+            tokens=before[source].tokens[:1],
+            new_blocks=row.new_blocks,
+            samples=row.samples,
+        )
+    return StepPlan(
+        step=plan.step,
+        freed_rows=plan.freed_rows,
+        new_rows=plan.new_rows,
+        released=plan.released,
+        replaced=plan.replaced,
+        copies=plan.copies,
+        rows=tuple(rows),
+    )
+
+
+class Scheduler:
+    """Owns which sequences run, their rows, and what the runner has yet to learn. Steps no clock: `now` is an argument."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        queue: WaitingQueue,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_chunk: int,
+        max_len: int,
+    ) -> None:
+        self.cache = cache
+        self.queue = queue
+        self.growth = Growth(len(cache.full_groups), max_len)
+        self.running: dict[Sequence, None] = {}  # in order of admission
+        self.leaving: dict[Sequence, None] = {}  # preempted or finished, with a step in flight
+        self.free_rows = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
+        self.fresh: dict[Sequence, None] = {}  # running, and the runner does not know yet
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._freed_rows: list[int] = []  # that the runner does not know yet
+        self._max_tokens = max_tokens
+        self._max_chunk = max_chunk
+        self._steps = 0
+        self._short = False  # this step lacked a block: it admits nobody
+
+    # One step
+
+    def schedule(self, now: float) -> Step | None:
+        """Plan a step; None if there is nothing to compute now."""
+        self._short = False
+        planned: list[Planned] = []
+        prefills = self._plan_decodes(planned, now)
+        budget = self._max_tokens - len(planned)
+        budget = self._plan_prefills(prefills, budget, planned, now)
+        if not self._short and budget > 0 and self.free_rows and len(self.queue):
+            self._admit(budget, planned, now)
+        return self._step(planned) if planned else None
+
+    def _plan_decodes(self, planned: list[Planned], now: float) -> list[Sequence]:
+        """Plan one token for each sequence that has one left to compute; returns those with more."""
+        prefills = []
+        for sequence in list(self.running):
+            if sequence.state is not State.RUNNING:
+                continue  # the victim of one before it
+            start = sequence.computed + sequence.in_flight
+            pending = sequence.pending
+            known = len(sequence.tokens) + pending
+            if known - start > 1:
+                prefills.append(sequence)
+            elif known > start and not (pending and known >= sequence.limit):
+                blocks: Blocks | None = ()
+                if start >= sequence.kv.capacity:
+                    blocks = self._grow(sequence, start + 1, now)
+                if blocks is not None:
+                    planned.append((sequence, start, 1, blocks))
+        return prefills
+
+    def _plan_prefills(self, prefills: list[Sequence], budget: int, planned: list[Planned], now: float) -> int:
+        """Plan chunks, as far as the budget reaches; returns what is left of it."""
+        if len(prefills) > 1:
+            inherited = self._inherited()
+            prefills.sort(key=lambda s: min(s.rank, inherited[s.kv][1]) if s.kv in inherited else s.rank)
+        for sequence in prefills:
+            if budget <= 0:
+                break
+            if sequence.state is not State.RUNNING:
+                continue  # the victim of one before it
+            start = sequence.computed + sequence.in_flight
+            count = min(len(sequence.tokens) - start, budget, self._max_chunk)
+            blocks = self.cache.allocate(sequence.kv, start + count)
+            if blocks is None:
+                count = max(1, min(count, self.cache.room(sequence.kv) - start))
+                blocks = self._grow(sequence, start + count, now)
+            if blocks is not None:
+                planned.append((sequence, start, count, blocks))
+                budget -= count
+        return budget
+
+    def _grow(self, sequence: Sequence, upto: int, now: float) -> Blocks | None:
+        """Blocks for positions [.., upto), preempting for them; None: it waits for blocks in flight, or was the victim."""
+        while True:
+            blocks = self.cache.allocate(sequence.kv, upto)
+            if blocks is not None:
+                return blocks
+            self._short = True
+            if self.leaving or sequence.state is not State.RUNNING:
+                return None
+            self._preempt(self._victim(), now)
+
+    def _step(self, planned: list[Planned]) -> Step | None:
+        """The plan of what is still running, and everything the runner has yet to learn."""
+        rows: list[PlanRow] = []
+        entries: list[Entry] = []
+        late: list[tuple[int, int]] = []
+        fresh = self.fresh
+        for sequence, start, count, blocks in planned:
+            if sequence.state is not State.RUNNING:
+                continue  # planned, then the victim of one behind it
+            end = start + count
+            known = len(sequence.tokens)
+            if sequence in fresh:
+                sequence.sent, blocks = known, ()  # its NewRow has them
+            total = known + sequence.pending
+            samples = 1 if end == total and total < sequence.limit else 0
+            tokens: tuple[int, ...] = ()
+            if end > known:
+                late.append((len(rows), sequence.slot))
+                sequence.sent = end
+            elif end > sequence.sent:
+                tokens = tuple(sequence.tokens[sequence.sent : end])
+                sequence.sent = end
+            streams: tuple[int, ...] = ()
+            if samples and sequence.streams:
+                streams, sequence.streams = sequence.streams, ()
+            sequence.slot = len(rows)
+            sequence.in_flight += count
+            sequence.pending += samples
+            rows.append(
+                PlanRow(
+                    row=sequence.kv.row,
+                    start=start,
+                    count=count,
+                    tokens=tokens,
+                    new_blocks=blocks,
+                    samples=samples,
+                    streams=streams,
+                    prompt_logprobs_from=_prompt_logprobs_from(sequence, start, end) if sequence.unscored else None,
+                )
+            )
+            entries.append(Entry(sequence, count, end, samples, streams))
+        if not rows:
+            return None
+        return Step(self._plan(tuple(rows)), entries, late)
+
+    def _plan(self, rows: tuple[PlanRow, ...]) -> StepPlan:
+        self._steps += 1
+        released: list[tuple[int, int, int]] = []
+        replaced: list[tuple[int, int, int, int]] = []
+        for table in self.cache.dirty:
+            released += [
+                (table.row, group, nulls)
+                for group, (nulls, told) in enumerate(zip(table.nulls, table.told, strict=True))
+                if nulls > told
+            ]
+            replaced += [(table.row, *edit) for edit in table.replaced if edit[1] >= table.nulls[edit[0]]]
+            table.told = list(table.nulls)
+            table.replaced.clear()
+        self.cache.dirty.clear()
+        copies = [copy for sequence in self.fresh for copy in self.cache.drop_copies(sequence.kv)]
+        new_rows = tuple(map(_new_row, self.fresh))
+        self.fresh.clear()
+        freed, self._freed_rows = tuple(self._freed_rows), []
+        return StepPlan(
+            step=self._steps,
+            freed_rows=freed,
+            new_rows=new_rows,
+            released=tuple(released),
+            replaced=tuple(replaced),
+            copies=tuple(copies),
+            rows=rows,
+        )
+
+    # Admission
+
+    def _admit(self, budget: int, planned: list[Planned], now: float) -> None:
+        """Give rows and first chunks to waiting sequences in their order, until one does not fit."""
+        cache = self.cache
+        admitted = []
+        for sequence in self.queue:
+            if budget <= 0 or not self.free_rows:
+                break
+            if sequence.blocked_on in cache.marks:
+                continue
+            limit = sequence.hit_limit
+            hit = cache.lookup(sequence.kv, sequence.tokens, limit)
+            sequence.blocked_on = cache.producing(sequence.kv, hit.blocks, limit)
+            if sequence.phase is not Phase.PREEMPTED:
+                sequence.stamp(Phase.QUEUE if sequence.blocked_on is None else Phase.KV, now)
+            if sequence.blocked_on is not None:
+                continue
+            if not self._fits(sequence, hit):
+                break
+            start, count, blocks = self._start(sequence, hit, budget, now)
+            planned.append((sequence, start, count, blocks))
+            budget -= count
+            admitted.append(sequence)
+        self.queue.remove(admitted)
+
+    def _fits(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether all it knows fits beside what is promised to running prompts and their expected growth."""
+        cache = self.cache
+        need = max(0, cache.peak_blocks(len(sequence.tokens)) - hit.shared)
+        if self.running or self.leaving:
+            for other in self.running:
+                if other.kv.capacity < len(other.tokens):  # a prompt of which a part has no blocks yet
+                    need += max(0, cache.peak_blocks(len(other.tokens)) - other.kv.held)
+            if need + self.growth.bound(len(self.running) + 1) > cache.pool.available:
+                need += self.growth.peak(chain(self.running, (sequence,)))
+        return need <= cache.pool.available
+
+    def _start(self, sequence: Sequence, hit: Hit, budget: int, now: float) -> tuple[int, int, Blocks]:
+        """Let a sequence that fits run: its first chunk's start, tokens and blocks."""
+        cache = self.cache
+        cache.acquire(sequence.kv, hit)
+        start = hit.blocks * BLOCK_SIZE
+        count = min(len(sequence.tokens) - start, budget, self._max_chunk)
+        blocks = cache.allocate(sequence.kv, start + count)
+        assert blocks is not None, "a sequence was admitted that does not fit"
+        cache.mark(sequence.kv, sequence.tokens)
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = start
+            self.prefix_queries += sequence.prompt_length
+            self.prefix_hits += start
+        sequence.computed = start
+        sequence.stamp(Phase.PREFILL, now)
+        self._run(sequence)
+        return start, count, blocks
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        sequence.kv.row = self.free_rows.pop()
+        self.running[sequence] = None
+        self.fresh[sequence] = None
+
+    def fork(self, parent: Sequence, child: Sequence, now: float) -> None:
+        """Let a further choice go on from the parent's KV, or wait for a row and blocks and go on from a prefix hit."""
+        if self.free_rows and self.cache.fork(parent.kv, child.kv, parent.computed):
+            child.computed = parent.computed
+            child.stamp(Phase.DECODE, now)
+            self._run(child)
+        else:
+            child.stamp(Phase.QUEUE, now)
+            self.queue.push(child)
+
+    # Leaving
+
+    def _victim(self) -> Sequence:
+        """The running sequence of lowest priority; among those, the one that loses the fewest computed tokens.
+
+        The first in the policy's order is spared while another runs, so that some sequence always ends.
+        """
+        spared = min(self.running, key=lambda s: s.rank)
+        others = [s for s in self.running if s is not spared]
+        if not others:
+            return spared
+        inherited = self._inherited()
+
+        def badness(sequence: Sequence) -> tuple[int, int, Rank]:
+            priority = sequence.priority
+            if sequence.kv in inherited:
+                priority = min(priority, inherited[sequence.kv][0])
+            return priority, -self._loss(sequence), sequence.rank
+
+        return max(others, key=badness)
+
+    def _loss(self, sequence: Sequence) -> int:
+        """Computed tokens that a preemption puts at risk: all but those in blocks that others hold as well."""
+        cache = self.cache
+        if not cache.prefix_caching or not cache.full_groups:
+            return sequence.computed
+        table, refs = sequence.kv.blocks[cache.full_groups[0]], cache.pool.refs
+        shared = bisect_left(range(sequence.kv.committed), True, key=lambda i: refs[table[i]] == 1)
+        return sequence.computed - shared * BLOCK_SIZE
+
+    def _inherited(self) -> dict[Table, tuple[int, Rank]]:
+        """The best priority and rank of those who wait for a block that a running sequence is computing."""
+        inherited: dict[Table, tuple[int, Rank]] = {}
+        if not self.cache.marks:
+            return inherited
+        for waiter in self.queue:
+            producer = self.cache.marks.get(waiter.blocked_on) if waiter.blocked_on is not None else None
+            if producer is not None:
+                priority, rank = inherited.get(producer, (waiter.priority, waiter.rank))
+                inherited[producer] = (min(priority, waiter.priority), min(rank, waiter.rank))
+        return inherited
+
+    def _preempt(self, victim: Sequence, now: float) -> None:
+        """Take a running sequence's place away, now or when its step in flight is back. It waits again, in its order."""
+        del self.running[victim]
+        victim.state = State.LEAVING
+        victim.stamp(Phase.PREEMPTED, now)
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.growth.preempted()
+        self.leaving[victim] = None
+        self.settle(victim)
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """End a sequence in any state. What it holds is freed when nothing of it is in flight."""
+        if sequence.state is State.WAITING:
+            self.queue.remove((sequence,))
+        elif sequence.state is State.RUNNING:
+            del self.running[sequence]
+            self.leaving[sequence] = None
+        sequence.state = State.FINISHED
+        sequence.stamp(Phase.DELIVERY, now)
+        self.settle(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Free what a leaving sequence holds, if nothing of it is in flight; a preempted one waits again."""
+        if sequence.in_flight or sequence not in self.leaving:
+            return
+        del self.leaving[sequence]
+        row = sequence.kv.row
+        if sequence in self.fresh:
+            del self.fresh[sequence]  # the runner never heard of it
+        else:
+            self._freed_rows.append(row)
+        self.free_rows.append(row)
+        self.cache.free(sequence.kv)
+        if sequence.state is State.LEAVING:
+            sequence.state = State.WAITING
+            sequence.computed = sequence.sent = 0
+            self.queue.push(sequence)
+
+
+def _new_row(sequence: Sequence) -> NewRow:
+    table, params = sequence.kv, sequence.params
+    assert params.seed is not None
+    table.told = list(table.nulls)
+    sequence.sent = len(sequence.tokens)
+    return NewRow(
+        row=table.row,
+        tokens=tuple(sequence.tokens),
+        prompt_length=sequence.prompt_length,
+        blocks=tuple(map(tuple, table.blocks)),
+        params=params,
+        seed=params.seed,
+        stop_ids=sequence.request.stop_ids,
+        stream=sequence.index,
+    )
+
+
+def _prompt_logprobs_from(sequence: Sequence, start: int, end: int) -> int | None:
+    """The first position of the chunk whose next prompt token is still to be scored; None: there is none."""
+    first = max(start, len(sequence.prompt_logprobs))
+    return first if first < min(end, sequence.prompt_length - 1) else None

@@ -1,0 +1,114 @@
+"""Prometheus metrics. Names follow vLLM's after the prefix `noria_`; every sample carries `model_name`.
+
+Two sources: what the engine says after each step and each abort (gauges, which so fall to zero without new traffic, and its
+own counters), and what the shell delivered (tokens and requests as clients were told of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from noria.types import EngineStats, FinishReason, Phase
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """The metrics of one served model."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_EngineCollector(model_name, stats))
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"noria_{name}", text, ("model_name", *labels), registry=self._registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            made = Histogram(f"noria_{name}", text, ("model_name",), registry=self._registry, buckets=SECONDS)
+            return made.labels(model_name)
+
+        self._prompt_tokens = counter("prompt_tokens", "prompt tokens whose prefill finished").labels(model_name)
+        self._generation_tokens = counter("generation_tokens", "generated tokens, as usage counts them").labels(model_name)
+        success = counter("request_success", "requests by the way they ended", ["finished_reason"])
+        self._finished = {reason: success.labels(model_name, reason.value) for reason in FinishReason}
+        self._unknown_fields = counter("unknown_fields", "request fields that were ignored").labels(model_name)
+        self._http = counter("http_requests", "HTTP responses by status", ["status"])
+        self._model_name = model_name
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "arrival to first token")
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "time between tokens of one choice")
+        self._e2e = histogram("e2e_request_latency_seconds", "arrival to last token")
+        self._phases = {
+            Phase.QUEUE: histogram("request_queue_time_seconds", "time in the waiting queue"),
+            Phase.PREFILL: histogram("request_prefill_time_seconds", "time in prefill"),
+            Phase.DECODE: histogram("request_decode_time_seconds", "time in decode"),
+        }
+
+    def prefilled(self, prompt_tokens: int, seconds: float) -> None:
+        """A request's first token came `seconds` after its arrival."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self.time_to_first_token.observe(seconds)
+
+    def generated(self, tokens: int, seconds: float | None) -> None:
+        """`tokens` more tokens of a choice, `seconds` after its last ones (None: these are its first)."""
+        self._generation_tokens.inc(tokens)
+        if seconds is not None:
+            for _ in range(tokens):
+                self.inter_token_latency.observe(seconds / tokens)
+
+    def finished(self, reason: FinishReason, seconds: float, phases: Sequence[float]) -> None:
+        """A request ended, `seconds` after its arrival. Called exactly once a request."""
+        self._finished[reason].inc()
+        self._e2e.observe(seconds)
+        for phase, histogram in self._phases.items():
+            if phase < len(phases):
+                histogram.observe(phases[phase])
+
+    def ignored_fields(self, count: int) -> None:
+        """A request had fields that we do not know."""
+        self._unknown_fields.inc(count)
+
+    def responded(self, status: int) -> None:
+        """A response was begun."""
+        self._http.labels(self._model_name, str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """Everything, in Prometheus's text format 0.0.4."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the latest EngineStats at scrape time."""
+
+    GAUGES = (
+        ("num_requests_running", "requests that run", "running"),
+        ("num_requests_waiting", "requests that wait for admission", "waiting"),
+        ("kv_cache_usage_perc", "share of KV blocks that sequences hold, 0 to 1", "kv_usage"),
+        ("kv_cache_blocks", "KV blocks in all", "kv_blocks"),
+    )
+    COUNTERS = (
+        ("num_preemptions", "times a running sequence gave its blocks back", "preemptions"),
+        ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", "prefix_queries"),
+        ("prefix_cache_hits", "prompt tokens found in the prefix cache", "prefix_hits"),
+        ("engine_steps", "steps the engine ran", "steps"),
+    )
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+        self._labels = [model_name]
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a gauge or counter."""
+        stats = self._stats()
+        for name, text, field in self.GAUGES:
+            gauge = GaugeMetricFamily(f"noria_{name}", text, labels=["model_name"])
+            gauge.add_metric(self._labels, getattr(stats, field))
+            yield gauge
+        for name, text, field in self.COUNTERS:
+            counter = CounterMetricFamily(f"noria_{name}", text, labels=["model_name"])
+            counter.add_metric(self._labels, getattr(stats, field))
+            yield counter

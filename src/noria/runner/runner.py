@@ -1,0 +1,80 @@
+"""The runner: executes StepPlans on a backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from noria.backends.base import Backend, Drawn, Executable, StepInputs
+from noria.core.plan import StepPlan, StepResult
+from noria.runner.draws import StepDraws, row_results
+from noria.runner.inputs import step_inputs
+from noria.runner.rows import Rows
+
+
+class Ticket:
+    """A launched step. `Runner.wait` turns it into its result, once."""
+
+    def __init__(self, plan: StepPlan, draws: StepDraws | None, work: Callable[[], tuple[Drawn, float]] | None) -> None:
+        self.plan = plan
+        self.draws = draws
+        self.work = work
+
+
+class Runner:
+    """Runs plans one after the other, in the order of a plan's fields.
+
+    With `depth` 0 the step runs inside `wait`, on the caller's thread. With `depth` 1 it runs on a thread of the runner from
+    `launch` on, so that the caller can plan the next step meanwhile; the tables change only in `launch`, when no step runs.
+    """
+
+    def __init__(self, executable: Executable, backend: Backend, rows: Rows, *, depth: int = 0) -> None:
+        self._executable = executable
+        self._backend = backend
+        self._rows = rows
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="noria-step") if depth else None
+        self._running: Future[tuple[Drawn, float]] | None = None
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Apply the plan to the tables and start its step."""
+        assert self._running is None or self._running.done(), "a step was launched while another was running"
+        rows = self._rows
+        for row in plan.freed_rows:
+            rows.free(row)
+        for new in plan.new_rows:
+            rows.take(new)
+        for row, group, blocks in plan.released:
+            rows.release(row, group, blocks)
+        for row, group, index, block in plan.replaced:
+            rows.replace(row, group, index, block)
+        if plan.copies:
+            self._backend.copy_blocks(plan.copies)
+        for planned in plan.rows:
+            rows.append(planned)
+        if not plan.rows:
+            return Ticket(plan, None, None)
+        inputs, draws = step_inputs(plan, rows)
+        if self._thread is None:
+            return Ticket(plan, draws, lambda: self._run(inputs))
+        self._running = self._thread.submit(self._run, inputs)
+        return Ticket(plan, draws, self._running.result)
+
+    def _run(self, inputs: StepInputs) -> tuple[Drawn, float]:
+        begin = time.perf_counter()
+        drawn = self._executable.run(inputs)
+        return drawn, time.perf_counter() - begin
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        """The result of a launched step, when it is there."""
+        if ticket.work is None or ticket.draws is None:
+            return StepResult(step=ticket.plan.step, rows=())
+        drawn, seconds = ticket.work()
+        rows = row_results(ticket.plan, ticket.draws.rows, drawn, self._rows)
+        return StepResult(step=ticket.plan.step, rows=rows, seconds=seconds)
+
+    def close(self) -> None:
+        """Wait for a running step and free the backend."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._backend.close()

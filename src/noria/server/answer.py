@@ -1,0 +1,207 @@
+"""Answer: one request's choices as they grow, from the engine's outputs to text. Shared by the server, LLM and AsyncEngine.
+
+Pure bookkeeping: no clock, no channel. A choice ends when the engine says so, or earlier when a stop string appears in its
+text; what the engine made after that is dropped, and counts nowhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from noria.server.validate import SEED_BITS, check_room
+from noria.text.output import ChoiceText, Echo, prompt_echo
+from noria.text.tokenizer import Tokenizer
+from noria.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+
+T = TypeVar("T")
+
+# Ends that are failures of the request, not of one choice: they are told as an error, not as a finish reason.
+FAILURES = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT})
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a step added to one choice, as far as it may be shown."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]  # one a token, if asked for
+    offsets: tuple[int, ...]  # of the tokens, in characters of the choice's text, if asked for
+    finish_reason: FinishReason | None = None  # STOP or LENGTH, with the last delta of the choice
+    stop_reason: str | int | None = None  # the stop string or the client's stop token id that ended it
+
+
+class _Choice:
+    """One choice: its text, and the tokens whose text may not be shown yet."""
+
+    __slots__ = ("ended", "held", "held_logprobs", "text", "tokens")
+
+    def __init__(self, text: ChoiceText) -> None:
+        self.text = text
+        self.tokens = 0  # returned so far
+        self.held: deque[int] = deque()
+        self.held_logprobs: deque[TokenLogprobs] = deque()
+        self.ended = False
+
+
+class Answer:
+    """The choices of one EngineRequest.
+
+    `text` is the prompt as the client wrote it, None if it came as ids. With `echo` the choices begin with the prompt (see
+    `self.echo`); `offsets` asks for the place of each token in the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: EngineRequest,
+        *,
+        text: str | None = None,
+        echo: bool = False,
+        offsets: bool = False,
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.text = text
+        self.echo: Echo | None = None
+        if echo:
+            self.echo = prompt_echo(tokenizer, request.prompt, text=text, skip_special_tokens=params.skip_special_tokens)
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.cached_tokens = 0
+        self.phases: tuple[float, ...] = ()
+        self.preemptions = 0
+        self.reason = FinishReason.STOP  # how the choice that ended last did
+        self._open = params.n  # choices that the engine has not closed
+        self.failure: FinishReason | None = None
+        self.failure_text: str | None = None
+        self._choices = [
+            _Choice(
+                ChoiceText(
+                    tokenizer,
+                    stops=params.stop,
+                    include_stop=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                    min_tokens=params.min_tokens,
+                    prompt=request.prompt,
+                    echo=self.echo,
+                    offsets=offsets,
+                )
+            )
+            for _ in range(params.n)
+        ]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has its end; the engine may not know it yet (a stop string): abort the request then."""
+        return all(choice.ended for choice in self._choices)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine has closed every choice: counts, phases and cached tokens are final."""
+        return self._open == 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens returned so far, of all choices."""
+        return sum(choice.tokens for choice in self._choices)
+
+    def take(self, output: SequenceOutput) -> Delta | None:
+        """One output of the engine. The delta for its choice, None if there is nothing to show."""
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            self._open -= 1
+            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            self.phases = output.phases
+            self.preemptions += output.preemptions
+        choice = self._choices[output.index]
+        if choice.ended:
+            return None
+        if output.finish_reason in FAILURES:
+            choice.ended = True
+            self.failure, self.failure_text = output.finish_reason, output.error
+            return None
+        return self._show(choice, output)
+
+    def _show(self, choice: _Choice, output: SequenceOutput) -> Delta | None:
+        reason = output.finish_reason
+        stop_reason: str | int | None = self._stop_token(output)
+        shown = choice.text.push(output.tokens, finished=reason is not None, stop_token=output.stop_token)
+        choice.held.extend(output.tokens)
+        choice.held_logprobs.extend(output.logprobs)
+        if shown.stop is not None:
+            reason, stop_reason = FinishReason.STOP, shown.stop
+        if reason is not None:
+            choice.ended = True
+            self.reason = reason
+        choice.tokens += shown.tokens
+        if not shown.text and not shown.tokens and reason is None:
+            return None
+        return Delta(
+            index=output.index,
+            text=shown.text,
+            tokens=_popped(choice.held, shown.tokens),
+            logprobs=_popped(choice.held_logprobs, shown.tokens),
+            offsets=shown.offsets,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def _stop_token(self, output: SequenceOutput) -> int | None:
+        """The id that ended the choice, if the client chose it: the model's own end is nothing to report."""
+        return output.stop_token if output.stop_token in self.request.params.stop_token_ids else None
+
+
+def _popped(held: deque[T], count: int) -> tuple[T, ...]:
+    return tuple(held.popleft() for _ in range(min(count, len(held))))
+
+
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one choice as one."""
+    last = deltas[-1]
+    return Delta(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        offsets=tuple(offset for delta in deltas for offset in delta.offsets),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+def engine_request(
+    request_id: int,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    *,
+    eos_ids: Sequence[int],
+    max_model_len: int,
+    arrival: float,
+    cache_salt: str = "",
+    priority: int = 0,
+) -> EngineRequest:
+    """A request for the engine from checked parameters. Raises RequestError if it does not fit in the context.
+
+    Draws the seed where there is none. What ends a choice are the model's end ids, unless they are to be ignored, and the
+    client's ids besides.
+    """
+    check_room(len(prompt), params.max_tokens, max_model_len)
+    if params.seed is None:
+        params = msgspec.structs.replace(params, seed=secrets.randbits(SEED_BITS))
+    return EngineRequest(
+        request_id=request_id,
+        prompt=prompt,
+        params=params,
+        stop_ids=tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids))),
+        cache_salt=cache_salt,
+        priority=priority,
+        arrival=arrival,
+    )

@@ -1,0 +1,219 @@
+"""OpenAI's endpoints: completions, chat completions, models, and vLLM's tokenize and detokenize.
+
+A generation endpoint reads and checks the body, turns it into a `Call` (see `noria.server.calls`) and answers it, whole or
+as a stream. `prepare` and `collect` need no HTTP: `noria run` answers the lines of a file with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from noria.server.answer import Delta, merge
+from noria.server.calls import INLINE_CHARACTERS, Call, chat_call, chat_ids, completion_call, prompt_size
+from noria.server.context import Served, ServerContext
+from noria.server.dialect import head, model_object, usage
+from noria.server.errors import JSON
+from noria.server.gate import checked_request_id
+from noria.server.generation import Generation
+from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from noria.server.sse import EventStream, event, watch_disconnect
+from noria.server.validate import check_token
+from noria.types import RequestError
+
+log = logging.getLogger("noria")
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+GENERATION_BODIES: dict[str, type[CompletionBody] | type[ChatBody]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+}
+
+
+class OpenAI:
+    """The handlers. One instance a server."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+
+    # Endpoints
+
+    async def completions(self, request: Request) -> Response | EventStream:
+        """POST /v1/completions."""
+        return await self._respond(request, CompletionBody)
+
+    async def chat(self, request: Request) -> Response | EventStream:
+        """POST /v1/chat/completions."""
+        return await self._respond(request, ChatBody)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        served = self._context.require(None)
+        return JSON({"object": "list", "data": [self._model(served, name) for name in served.names]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{model}."""
+        name = request.path_params["model"]
+        return JSON(self._model(self._context.require(name), name))
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: the ids of a prompt, or of rendered messages."""
+        body, _ = await self._read(request, TokenizeBody)
+        served = self._context.require(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("send either prompt or messages", param="prompt")
+        size = len(body.prompt or "") or INLINE_CHARACTERS + 1
+        tokens = await self._off_loop(size, lambda: _tokenize(served, body))
+        strings = [served.text.tokenizer.token_text(t) for t in tokens] if body.return_token_strs else None
+        limit = served.facts.max_model_len
+        return JSON({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize: the text of ids, control tokens included."""
+        body, _ = await self._read(request, DetokenizeBody)
+        served = self._context.require(body.model)
+        for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
+            check_token("tokens", token, served.facts.vocab_size)
+        decode = served.text.tokenizer.decode
+        text = await self._off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
+        return JSON({"prompt": text})
+
+    # Generation without HTTP
+
+    async def prepare(self, data: bytes, kind: type[CompletionBody] | type[ChatBody]) -> tuple[Served, Call]:
+        """A request body as a call that is ready to run. Raises RequestError."""
+        arrival = time.monotonic()
+        body, unknown = parse_body(data, kind)
+        served = self._context.require(body.model)
+        if unknown:
+            served.metrics.ignored_fields(len(unknown))
+            log.debug("ignored unknown fields: %s", ", ".join(name[:64] for name in unknown))
+
+        def make() -> Call:
+            if isinstance(body, ChatBody):
+                return chat_call(self._context, served, body, arrival)
+            return completion_call(self._context, served, body, arrival)
+
+        return served, await self._off_loop(prompt_size(body), make)
+
+    async def collect(self, served: Served, call: Call, generation: Generation) -> dict[str, Any]:
+        """Run a call to its end: the whole response object. Raises RequestError."""
+        n = call.answers[0].request.params.n
+        made: dict[int, list[Delta]] = {}
+        async for deltas in generation.steps():
+            for position, delta in deltas:
+                made.setdefault(position * n + delta.index, []).append(delta)
+        body = call.body
+        out = _head(served, call, call.shape.kind)
+        out["choices"] = [call.shape.choice(index, call.answers[index // n], merge(made[index])) for index in sorted(made)]
+        out["usage"] = usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+        out["seed"] = call.seed
+        if body.timing:
+            out["timing"] = generation.timing()
+        return out
+
+    # One request
+
+    async def _respond(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response | EventStream:
+        data = await read_body(request, self._context.config.max_body_bytes)
+        served, call = await self.prepare(data, kind)
+        if call.body.request_id is not None and b"x-request-id" not in dict(request.scope["headers"]):
+            request.scope["noria.request_id"] = checked_request_id(call.body.request_id)
+        if request.headers.get("x-noria-timing", "0").lower() not in ("0", "false", ""):
+            call.body.timing = True
+        generation = Generation(served.client, served.metrics, call.answers)
+        if call.body.stream:
+            return EventStream(_chunks(served, call, generation), on_disconnect=generation.abort)
+        watcher = asyncio.create_task(watch_disconnect(request.receive, generation.abort))
+        try:
+            return JSON(await self.collect(served, call, generation))
+        finally:
+            watcher.cancel()
+
+    async def _read(self, request: Request, kind: type[B]) -> tuple[B, list[str]]:
+        return parse_body(await read_body(request, self._context.config.max_body_bytes), kind)
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Do `work` here if it is short, else in a thread: other streams go on meanwhile."""
+        if size <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _model(self, served: Served, name: str) -> dict[str, Any]:
+        return model_object(name, served.created, served.facts.max_model_len, served.facts.model)
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The request's body. Raises RequestError 413 as soon as it is known to be longer than `most` bytes."""
+    too_large = RequestError(f"the request body may have at most {most} bytes", status=413, code="body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > most:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _chunks(served: Served, call: Call, generation: Generation) -> AsyncGenerator[bytes]:
+    """The events of a stream, all of a step's in one piece."""
+    n = call.answers[0].request.params.n
+    options = call.body.stream_options
+    with_usage = options is not None and options.include_usage
+    running_usage = options is not None and options.continuous_usage_stats
+    out = _head(served, call, call.shape.chunk_kind)
+    started: set[int] = set()
+    async for deltas in generation.steps():
+        events = []
+        for position, delta in deltas:
+            index = position * n + delta.index
+            first = index not in started
+            chunk = out | {"choices": [call.shape.chunk(index, call.answers[position], delta, first=first)]}
+            if running_usage:
+                chunk["usage"] = _usage(generation)
+            elif with_usage:
+                chunk["usage"] = None
+            if not started:
+                chunk["seed"] = call.seed
+            started.add(index)
+            events.append(event(chunk))
+        yield b"".join(events)
+    if with_usage or call.body.timing:
+        chunk = out | {"choices": []}
+        if with_usage:
+            chunk["usage"] = _usage(generation)
+        if call.body.timing:
+            chunk["timing"] = generation.timing()
+        yield event(chunk)
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+
+
+def _head(served: Served, call: Call, kind: str) -> dict[str, Any]:
+    ident = call.shape.id_prefix + secrets.token_hex(12)
+    return head(kind, ident, int(time.time()), call.body.model, served.facts.fingerprint)
+
+
+def _tokenize(served: Served, body: TokenizeBody) -> list[int]:
+    if body.prompt is None:
+        return list(chat_ids(served, body, None, limit=None))
+    add = True if body.add_special_tokens is None else body.add_special_tokens
+    return served.text.tokenizer.encode(body.prompt, add_special_tokens=add, parse_special=True)

@@ -1,0 +1,248 @@
+"""The numerics contract: what a request gets is a function of its own prefix, to the last bit.
+
+Three needle requests are run alone, and then inside random traffic: other requests before, beside and after them, some with
+the same prefix; random token budgets and chunk limits; prefix hits; pools so small that sequences are preempted; one to three
+threads; every instruction-set tier; steps planned ahead or not. Every token and every logprob must be equal, with ==.
+
+The control runs the same trials on the torch backend, whose matrix products choose their order of summation by the batch. It
+must fail: otherwise these tests could not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+import tiny
+from noria.backends.base import BLOCK_SIZE, Backend, KVCacheSpec
+from noria.backends.cpu import _native
+from noria.backends.cpu.backend import CpuBackend
+from noria.backends.torch.backend import TorchBackend
+from noria.config import EngineConfig
+from noria.core.engine import Engine
+from noria.models import rope
+from noria.models.spec import layer_groups
+from noria.runner.ledger import blocks_for
+from noria.runner.rows import Rows
+from noria.runner.runner import Runner
+from noria.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+
+MAX_LEN = 144
+TIERS = _native.available_tiers()
+FAMILIES = {"llama": tiny.LLAMA_SHAPE, "gemma": tiny.GEMMA_SHAPE}
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Everything that must not matter."""
+
+    pool: float = 8.0  # blocks, in sequences of full length
+    max_num_seqs: int = 8
+    budget: int = 256
+    threshold: int = 0
+    prefix_caching: bool = False
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    depth: int = 0
+    threads: int = 1
+    tier: str = "auto"
+    arrivals: tuple[tuple[int, EngineRequest], ...] = ()
+
+
+@dataclass
+class Transcript:
+    """All that one choice of a request gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    reason: FinishReason | None = None
+
+
+@dataclass
+class Run:
+    transcripts: dict[tuple[int, int], Transcript]
+    cached_tokens: int = 0  # of needles
+    preemptions: int = 0  # of needles
+
+
+def prompt(rng: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+
+
+_RNG = random.Random(0)
+SHARED = prompt(_RNG, 40)  # two full blocks and a half
+NEEDLES = (
+    EngineRequest(
+        request_id=1,
+        prompt=SHARED + prompt(_RNG, 21),
+        params=SamplingParams(temperature=0.0, max_tokens=40, logprobs=4, seed=0),
+    ),
+    EngineRequest(
+        request_id=2,
+        prompt=SHARED[:35],
+        params=SamplingParams(
+            temperature=0.9, top_p=0.95, top_k=60, repetition_penalty=1.2, max_tokens=50, logprobs=0, seed=2**63 + 5
+        ),
+    ),
+    EngineRequest(
+        request_id=3,
+        prompt=SHARED[:20] + prompt(_RNG, 33),
+        params=SamplingParams(n=2, temperature=1.0, max_tokens=30, logprobs=2, prompt_logprobs=1, seed=9),
+    ),
+)
+
+
+def circumstances(trial: int, tiers: Sequence[str]) -> Circumstances:
+    """Random traffic and settings, the same for the same trial."""
+    rng = random.Random(trial)
+    others = []
+    for request_id in range(10, 10 + rng.randrange(8, 20)):
+        shared = rng.choice((0, 0, 16, 33, 40))
+        others.append(
+            EngineRequest(
+                request_id=request_id,
+                prompt=SHARED[:shared] + prompt(rng, rng.randrange(1, 45)),
+                params=SamplingParams(
+                    n=rng.choice((1, 1, 1, 3)),
+                    temperature=rng.choice((0.0, 1.0)),
+                    max_tokens=rng.randrange(1, 70),
+                    seed=rng.randrange(2**64),
+                    logprobs=rng.choice((None, 3)),
+                ),
+                priority=rng.choice((0, 0, 9)),
+            )
+        )
+    needles = [msgspec.structs.replace(needle, priority=rng.choice((0, 9, 9))) for needle in NEEDLES]
+    arrivals = [(rng.randrange(40), request) for request in (*others, *needles)]
+    return Circumstances(
+        pool=rng.choice((1.02, 1.1, 1.3, 3.0)),
+        max_num_seqs=rng.choice((3, 5, 8)),
+        budget=rng.choice((16, 17, 31, 64, 200)),
+        threshold=rng.choice((0, 0, 7, 16, 40)),
+        prefix_caching=rng.random() < 0.8,
+        policy=rng.choice(("fcfs", "priority", "priority")),
+        depth=rng.choice((0, 0, 1)),
+        threads=rng.choice((1, 2, 3)),
+        tier=rng.choice(list(tiers)),
+        arrivals=tuple(sorted(arrivals, key=lambda a: a[0])),
+    )
+
+
+def run(loaded: tiny.Loaded, make_backend: Callable[[Circumstances], Backend], given: Circumstances) -> Run:
+    """Serve the arrivals to the end, the needles' transcripts recorded."""
+    engine = _engine(loaded, make_backend(given), given)
+    waiting = list(given.arrivals)
+    result = Run({})
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and (waiting[0][0] <= step or not engine.has_work):
+            engine.add(waiting.pop(0)[1])
+        for output in engine.step():
+            if output.request_id >= 10:
+                continue
+            transcript = result.transcripts.setdefault((output.request_id, output.index), Transcript())
+            transcript.tokens += output.tokens
+            transcript.logprobs += output.logprobs
+            if output.prompt_logprobs is not None:
+                transcript.prompt_logprobs = output.prompt_logprobs
+            if output.finish_reason is not None:
+                transcript.reason = output.finish_reason
+                result.cached_tokens += output.cached_tokens
+                result.preemptions += output.preemptions
+        engine.audit()
+        step += 1
+    engine.close()
+    return result
+
+
+def _engine(loaded: tiny.Loaded, backend: Backend, given: Circumstances) -> Engine:
+    spec = loaded.spec
+    groups = layer_groups(spec)
+    config = EngineConfig(
+        model="tiny",
+        max_num_seqs=given.max_num_seqs,
+        max_num_batched_tokens=given.budget,
+        long_prefill_token_threshold=given.threshold,
+        scheduling_policy=given.policy,
+        enable_prefix_caching=given.prefix_caching,
+        async_depth=given.depth,
+    )
+    num_blocks = 1 + int(given.pool * blocks_for(groups, MAX_LEN, given.budget * (1 + given.depth)))
+    blocks_per_row = -(-MAX_LEN // BLOCK_SIZE)
+    executable = backend.build(
+        lambda ops: loaded.forward(ops, spec, loaded.weights),
+        ropes=[rope.tables(r, MAX_LEN) for r in spec.ropes],
+        kv=KVCacheSpec(
+            groups=groups,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype="bf16",
+            num_blocks=num_blocks,
+            max_blocks_per_row=blocks_per_row,
+        ),
+        max_tokens=given.budget,
+        max_rows=given.max_num_seqs,
+        vocab_size=spec.vocab_size,
+    )
+    rows = Rows(given.max_num_seqs, MAX_LEN, len(groups), blocks_per_row)
+    return Engine(
+        config,
+        max_model_len=MAX_LEN,
+        groups=groups,
+        num_blocks=num_blocks,
+        model_tag=b"tiny",
+        runner=Runner(executable, backend, rows, depth=given.depth),
+    )
+
+
+def alone(loaded: tiny.Loaded, make_backend: Callable[[Circumstances], Backend]) -> Mapping[tuple[int, int], Transcript]:
+    """Each needle with the machine to itself, its whole prompt in one chunk."""
+    transcripts: dict[tuple[int, int], Transcript] = {}
+    for needle in NEEDLES:
+        transcripts |= run(loaded, make_backend, Circumstances(arrivals=((0, needle),))).transcripts
+    assert set(transcripts) == {(1, 0), (2, 0), (3, 0), (3, 1)}
+    assert all(t.logprobs and t.reason is FinishReason.LENGTH for t in transcripts.values())
+    assert len(transcripts[3, 0].prompt_logprobs or ()) == len(NEEDLES[2].prompt) - 1
+    return transcripts
+
+
+def on_cpu(given: Circumstances) -> Backend:
+    return CpuBackend(threads=given.threads, tier=given.tier)
+
+
+def on_torch(given: Circumstances) -> Backend:
+    return TorchBackend()
+
+
+@pytest.mark.parametrize("format_name", tiny.FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_gets_the_same_bits_in_any_company(family: str, format_name: str) -> None:
+    """Red when a kernel's order of summation depends on the batch, the chunk, the thread or the tier; when a cached, a
+    recomputed and a fresh block differ; when a draw's noise depends on anything but (seed, position, stream)."""
+    loaded = tiny.random_model(FAMILIES[family], format_name)
+    expected = alone(loaded, on_cpu)
+    for trial in range(8):
+        given = circumstances(trial, TIERS)
+        assert run(loaded, on_cpu, given).transcripts == expected, given
+
+
+def test_the_trials_reach_what_they_are_meant_to() -> None:
+    """Red when the trials above no longer preempt needles or hit the cache: then they would prove less than they say."""
+    loaded = tiny.random_model(tiny.GEMMA_SHAPE, "q8")
+    runs = [run(loaded, on_cpu, circumstances(trial, TIERS)) for trial in range(8)]
+    assert sum(r.preemptions for r in runs) >= 3
+    assert sum(r.cached_tokens for r in runs) >= 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_control_fails(family: str) -> None:
+    """Red when a backend that reduces in another order for another batch passes the comparison."""
+    loaded = tiny.random_model(FAMILIES[family], "f32")
+    expected = alone(loaded, on_torch)
+    outcomes: list[Any] = [run(loaded, on_torch, circumstances(trial, ["auto"])).transcripts == expected for trial in range(4)]
+    assert not all(outcomes)
