@@ -188,12 +188,14 @@ struct PanelColumns {
 
 template <int R, int H>
 inline void write_rows(const LinearArgs& args, const vf16 (&acc)[R][H], int64_t row, int64_t column, int columns) {
+  NORIA_UNROLL
   for (int h = 0; h < H; ++h) {
     const int count = columns - 16 * h;
     if (count <= 0) return;
     const int64_t first = column + 16 * h;
+    NORIA_UNROLL
     for (int r = 0; r < R; ++r) {
-      vf16 value = acc[r][h];
+      const vf16 value = acc[r][h];
       float* y = args.y + (row + r) * args.y_stride + first;
       if (count >= 16) {
         store(y, args.bias != nullptr ? value + load(args.bias + first) : value);
@@ -207,11 +209,14 @@ inline void write_rows(const LinearArgs& args, const vf16 (&acc)[R][H], int64_t 
 template <WeightFormat F, int R, int First>
 inline void half_panels(const LinearArgs& args, const PanelColumns& panel, int64_t row) {
   vf16 acc[R][kHalves];
-  for (int r = 0; r < R; ++r)
+  NORIA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    NORIA_UNROLL
     for (int h = 0; h < kHalves; ++h) {
       acc[r][h] = zero();
       __builtin_prefetch(args.y + (row + r) * args.y_stride + panel.column + 16 * (First + h), 1);
     }
+  }
   if constexpr (F.kind == Kind::f32) sum_f32<R, kHalves, First>(args, panel.data, panel.ahead, row, acc);
   if constexpr (F.kind == Kind::bf16) sum_bf16<R, kHalves, First>(args, panel.data, panel.ahead, row, acc);
   if constexpr (is_quantized(F)) sum_groups<F, R, kHalves, First>(args, panel.data, panel.ahead, row, acc);

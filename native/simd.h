@@ -326,7 +326,7 @@ inline bf16x32 set1_pair(uint32_t pair) { const __m512i x = _mm512_set1_epi32(st
 inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
 #else
 struct bf16x32 { vi16 v; };
-inline bf16x32 load_pairs(const uint16_t* p) { vi16 r; std::memcpy(&r, p, 64); return {r}; }
+inline bf16x32 load_pairs(const uint16_t* p) { return {load_i32(reinterpret_cast<const int32_t*>(p))}; }
 inline bf16x32 set1_pair(uint32_t pair) { return {set1_i32(static_cast<int32_t>(pair))}; }
 inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) {
   const vi16 high = set1_i32(static_cast<int32_t>(0xffff0000u));

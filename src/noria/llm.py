@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,7 @@ class LLM:
             answers.append(self._answer(tuple(ids), params, None))
         return self._outputs(answers, use_tqdm)
 
-    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Generator[str]:
         """One conversation's answer, text by text as it is made. Closing the iterator ends the request."""
         ids = encode_chat(self._template, messages, max_tokens=self.max_model_len)
         for _, delta in self._run([self._answer(tuple(ids), sampling_params or SamplingParams(max_tokens=None), None)]):
@@ -194,7 +194,7 @@ class LLM:
             made[answer.request.request_id][delta.index].append(delta)
         return [request_output(self.tokenizer, answer, made[answer.request.request_id]) for answer in answers]
 
-    def _run(self, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Delta]]:
+    def _run(self, answers: Iterable[Answer]) -> Generator[tuple[Answer, Delta]]:
         """Run requests to their ends: each delta as it is made. What is open when the reader leaves is aborted."""
         waiting = deque(answers)
         open_answers: dict[int, Answer] = {}
@@ -287,7 +287,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 def _with_progress(
     run: Iterator[tuple[Answer, Delta]], answers: Sequence[Answer], *, show: bool
-) -> Iterator[tuple[Answer, Delta]]:
+) -> Generator[tuple[Answer, Delta]]:
     """Pass deltas on, and show on stderr how many prompts are done and how fast tokens come."""
     if not show:
         yield from run

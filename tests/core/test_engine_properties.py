@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+from random import Random
 
 import msgspec
 import pytest
-from fakes import FULL, Choice, Collector, FakeClock, alone, make_engine, make_request, window_group
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import noria.kv.cache
+from fakes import FULL, Choice, Collector, FakeClock, alone, make_engine, make_request, window_group
 from noria.kv.keys import block_key
 from noria.models.spec import LayerGroup
 from noria.types import EngineRequest, FinishReason, RequestError
@@ -208,3 +209,53 @@ Traffic.TestCase.settings = SETTINGS
 WeakKeys.TestCase.settings = SETTINGS
 TestTraffic = pytest.mark.slow(Traffic.TestCase)
 TestWeakKeys = pytest.mark.slow(WeakKeys.TestCase)
+
+
+@pytest.mark.parametrize("kind", sorted(GROUPS))
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_crowded_engine(kind: str, depth: int, policy: str) -> None:
+    """Red for the same faults as `Traffic`, and when memory that runs out all the time starves or leaks anything."""
+    random = Random(f"{kind} {depth} {policy}")
+    preemptions = forks = 0
+    for _ in range(2):
+        groups = GROUPS[kind]
+        engine, runner = make_engine(
+            groups,
+            1 + len(groups) * random.randint(10, 20),
+            max_model_len=120,
+            max_num_batched_tokens=random.choice([16, 33, 64]),
+            long_prefill_token_threshold=random.choice([0, 7, 16]),
+            max_num_seqs=8,
+            async_depth=depth,
+            scheduling_policy=policy,
+        )
+        engine.scheduler.growth.peak = lambda running: 0  # type: ignore[method-assign]
+        requests = []
+        collector = Collector()
+        while len(requests) < 40 or engine.has_work:
+            if len(requests) < 40 and len(engine.queue) < 12:
+                prompt = TREE[random.randrange(2)][: random.randrange(70)] + [random.randrange(50)] * random.randint(1, 9)
+                request = make_request(
+                    prompt,
+                    max_tokens=random.randint(1, 60),
+                    n=random.choice([1, 1, 1, 3]),
+                    temperature=1.0,
+                    priority=random.randint(0, 2),
+                    logprobs=random.choice([None, 0]),
+                    prompt_logprobs=random.choice([None, None, None, 0]),
+                )
+                if len(prompt) < engine.max_model_len:
+                    engine.add(request)
+                    requests.append(request)
+            collector.take(engine.step())
+            engine.audit()
+            assert engine.stats().steps < 20_000, "somebody waits for ever"
+        preemptions += engine.stats().preemptions
+        forks += sum(len(plan.copies) for plan in runner.plans)
+        for request in requests:
+            whole = reference(request, kind, engine.max_model_len)
+            for index in range(request.params.n):
+                assert collector.of(request, index).content == whole[index].content
+    assert forks
+    assert preemptions or kind == "window"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FULL, make_request
 
+from fakes import FULL, make_request
 from noria.core.queue import AGEING_S, QueueFull, WaitingQueue
 from noria.core.sequence import Sequence
 from noria.kv.cache import KVCache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FULL, Collector, FakeRunner, make_engine, make_request, run, window_group
 
+from fakes import FULL, Collector, FakeRunner, make_engine, make_request, run, window_group
 from noria.core.engine import Engine
 from noria.core.plan import StepPlan
 from noria.core.sequence import Sequence
@@ -89,7 +89,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
 
 def test_what_running_prompts_still_need_is_not_promised_twice() -> None:
     """Red when free blocks are counted without those that admitted prompts have yet to take."""
-    engine, runner = make_engine(num_blocks=11, max_num_batched_tokens=16, enable_prefix_caching=False)
+    engine, _ = make_engine(num_blocks=11, max_num_batched_tokens=16, enable_prefix_caching=False)
     without_watermark(engine)
     collector = run(engine, *(make_request(range(i, i + 90), max_tokens=1) for i in range(4)))
     assert engine.stats().preemptions == 0
@@ -230,7 +230,7 @@ def test_depth_one_skips_a_row_whose_blocks_are_only_in_flight() -> None:
     engine, _ = make_engine(num_blocks=9, enable_prefix_caching=False, async_depth=1)
     without_watermark(engine)
     for i in range(4):
-        engine.add(make_request([i] * 16, max_tokens=60))
+        engine.add(make_request([i] * (10 + 2 * i), max_tokens=60))
     most = skipped = 0
     while engine.has_work:
         before = engine.stats().preemptions
@@ -301,7 +301,9 @@ def test_a_waiter_keeps_its_place_while_others_pass() -> None:
 
 def test_a_producer_inherits_the_priority_of_its_waiters() -> None:
     """Red when an urgent request waits for a block whose producer is preempted as the least urgent."""
-    engine, _ = make_engine(num_blocks=100, max_num_batched_tokens=32, scheduling_policy="priority", max_num_seqs=4)
+    engine, _ = make_engine(
+        num_blocks=100, max_num_batched_tokens=32, long_prefill_token_threshold=16, scheduling_policy="priority"
+    )
     engine.add(make_request([9] * 4, max_tokens=50, priority=-3))
     steps(engine, 2)
     engine.add(make_request(100, max_tokens=1, priority=5))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FULL, window_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import noria.kv.cache
+from fakes import FULL, window_group
 from noria.kv.cache import KVCache, Table
 from noria.models.spec import LayerGroup
 

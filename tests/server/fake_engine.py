@@ -128,15 +128,16 @@ class FakeEngine:
         if token in request.stop_ids and choice.count < params.min_tokens:
             token = ord("m")
         first = choice.count == 0
+        scoring = choice.limit == 0
         choice.count += 1
-        self._counts["generated_tokens"] += 1
+        self._counts["generated_tokens"] += not scoring
         reason = None
-        if token in request.stop_ids and choice.count > params.min_tokens:
+        if token in request.stop_ids and choice.count > params.min_tokens and not scoring:
             reason = FinishReason.STOP
         elif choice.count >= choice.limit:
             reason = FinishReason.LENGTH
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if params.logprobs is not None:
+        if params.logprobs is not None and not scoring:
             logprobs = (self._logprob(token, params.logprobs),)
         prompt_logprobs = None
         if first and choice.index == 0 and params.prompt_logprobs is not None:
@@ -144,7 +145,7 @@ class FakeEngine:
         output = SequenceOutput(
             request_id=request.request_id,
             index=choice.index,
-            tokens=(token,),
+            tokens=() if scoring else (token,),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
@@ -223,3 +224,36 @@ def broken(config: EngineConfig, report: Report) -> Loaded:
 def crashing(config: EngineConfig, report: Report) -> Loaded:
     """Dies without a word while it loads."""
     os._exit(7)
+
+
+def buggy(config: EngineConfig, report: Report) -> Loaded:
+    """A bug in the loader."""
+    return Loaded(config, 1 / 0)
+
+
+def late(config: EngineConfig, report: Report) -> Loaded:
+    """Takes three seconds to load."""
+    report(Located(path=config.model))
+    time.sleep(3)
+    return Loaded(config, 0.0005)
+
+
+def stuck(config: EngineConfig, report: Report) -> Loaded:
+    """A step takes longer than streams stay silent."""
+    report(Located(path=config.model))
+    return Loaded(config, 3.5)
+
+
+def faulty(config: EngineConfig, report: Report) -> Loaded:
+    """The fifth step breaks an invariant."""
+    report(Located(path=config.model))
+    loaded = Loaded(config, 0.001)
+    sound = loaded.engine.step
+
+    def step() -> list[SequenceOutput]:
+        if loaded.engine.stats().steps == 4:
+            raise RuntimeError("invariant broken: 3 blocks are free twice")
+        return sound()
+
+    loaded.engine.step = step  # type: ignore[method-assign]
+    return loaded

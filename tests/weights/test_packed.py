@@ -404,10 +404,12 @@ def test_the_cache_is_bounded_and_what_is_in_use_stays(tmp_path: Path, cache: Pa
         os.utime(path, (path.stat().st_mtime - age,) * 2)
     os.utime(cache / "packed" / f"{stems[0]}.noria", (1, 1))
     (cache / "packed" / "dead.1.tmp").write_bytes(b"of a packer that was killed")
+    (cache / "packed" / "live.1.tmp").write_bytes(b"of one that has only begun")
+    os.utime(cache / "packed" / "dead.1.tmp", (1, 1))
     monkeypatch.setattr(packed_module, "MAX_CACHE_BYTES", sum(p.stat().st_size for p in packed_files(cache)))
     load_parameters(checkpoints[3], llama_params(), None, cache)
     assert {p.stem for p in packed_files(cache)} == {stems[0], stems[3]}  # the oldest is mapped; the next two made room
-    assert not list((cache / "packed").glob("*.tmp"))
+    assert [p.name for p in (cache / "packed").glob("*.tmp")] == ["live.1.tmp"]
     np.testing.assert_array_equal(dense(mapped["0.down"]), expected)
 
 

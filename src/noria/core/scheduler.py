@@ -116,7 +116,9 @@ class Scheduler:
         prefills = self._plan_decodes(planned, now)
         budget = self._max_tokens - len(planned)
         budget = self._plan_prefills(prefills, budget, planned, now)
-        if not self._short and budget > 0 and self.free_rows and len(self.queue):
+        if self._short:
+            budget = 0
+        if (budget > 0 and self.free_rows) or self.cache.marks:
             self._admit(budget, planned, now)
         return self._step(planned) if planned else None
 
@@ -247,12 +249,13 @@ class Scheduler:
     # Admission
 
     def _admit(self, budget: int, planned: list[Planned], now: float) -> None:
-        """Give rows and first chunks to waiting sequences in their order, until one does not fit."""
+        """Give rows and first chunks to waiting sequences in their order, until one does not fit.
+
+        Without budget or rows it only finds out who waits for a producer, which then inherits the waiter's priority.
+        """
         cache = self.cache
         admitted = []
         for sequence in self.queue:
-            if budget <= 0 or not self.free_rows:
-                break
             if sequence.blocked_on in cache.marks:
                 continue
             limit = sequence.hit_limit
@@ -262,7 +265,7 @@ class Scheduler:
                 sequence.stamp(Phase.QUEUE if sequence.blocked_on is None else Phase.KV, now)
             if sequence.blocked_on is not None:
                 continue
-            if not self._fits(sequence, hit):
+            if budget <= 0 or not self.free_rows or not self._fits(sequence, hit):
                 break
             start, count, blocks = self._start(sequence, hit, budget, now)
             planned.append((sequence, start, count, blocks))

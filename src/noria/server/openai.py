@@ -92,6 +92,11 @@ class OpenAI:
 
     # Generation without HTTP
 
+    @property
+    def default_model(self) -> str:
+        """The first name of the served model."""
+        return self._context.require(None).names[0]
+
     async def prepare(self, data: bytes, kind: type[CompletionBody] | type[ChatBody]) -> tuple[Served, Call]:
         """A request body as a call that is ready to run. Raises RequestError."""
         arrival = time.monotonic()

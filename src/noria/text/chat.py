@@ -32,6 +32,8 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 # Other names under which clients return a model's reasoning; templates read `reasoning_content`.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
+_MAX_REASON = 300  # characters of a template's own error, which may quote a message
+
 _marks: ContextVar[Marks | None] = ContextVar("marks", default=None)
 
 
@@ -129,7 +131,8 @@ class ChatTemplate:
         try:
             return render(template, {**self._tokenizer.special_tokens, **variables})
         except TemplateError as error:
-            raise RequestError(f"the chat template does not accept these messages: {error}", param="messages") from None
+            reason = str(error)[:_MAX_REASON]
+            raise RequestError(f"the chat template does not accept these messages: {reason}", param="messages") from None
         finally:
             _marks.reset(token)
 

@@ -43,10 +43,7 @@ class ControlTexts:
         self._ends = {text[n:] for text in texts for n in range(1, len(text))}
         self._all = "\0".join(texts)
         self._longest = max(map(len, texts), default=0)
-        # Whether a control token can begin inside another one, so that breaking that one does not break it.
-        self._overlap = any(
-            text[n:] in self._beginnings or text[n:].startswith(texts) for text in texts for n in range(1, len(text))
-        )
+        self._overlap = _can_overlap(frozenset(texts), self._beginnings)
 
     def cuts(self, text: str) -> list[int]:
         """Positions in `text` where a mark belongs, ascending."""
@@ -71,6 +68,17 @@ class ControlTexts:
                 inside = start + 1
                 starts += [inside + n for n in self._starts(text[inside : end + self._longest])]
         return starts
+
+
+def _can_overlap(texts: frozenset[str], beginnings: set[str]) -> bool:
+    """Whether a control token can begin inside another one, so that breaking that one does not break it."""
+    firsts = {text[0] for text in texts}
+    for text in texts:
+        for n in range(1, len(text)):
+            rest = text[n:]
+            if rest[0] in firsts and (rest in beginnings or any(rest[:m] in texts for m in range(1, len(rest) + 1))):
+                return True
+    return False
 
 
 class Marks:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from noria.types import LoadError
 from noria.weights import safetensors
 from noria.weights.files import read_json
-from noria.weights.gguf import GGUFFile, hugging_face_config, hugging_face_generation_config, hugging_face_names
+from noria.weights.gguf import GGUFFile
+from noria.weights.gguf_names import hugging_face_config, hugging_face_generation_config, hugging_face_names
 from noria.weights.quantize import RawTensor
 
 TOKENIZER_FILES = (

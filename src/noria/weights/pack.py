@@ -18,7 +18,6 @@ from noria.weights.quantize import (
     Float32,
     Quantized,
     RawTensor,
-    centre,
     decode,
     dequantize,
     from_bf16,
@@ -132,7 +131,7 @@ def _quantized(piece: RawTensor, fmt: WeightFormat, k: int) -> Quantized:
 def _write_groups(parts: Sequence[Quantized], fmt: WeightFormat, padded_rows: int, k: int) -> npt.NDArray[np.uint8]:
     """[panels, groups, group_bytes]: of each group of each panel its codes, its 32 scales, its 32 minima."""
     panels, groups = padded_rows // PANEL, k // fmt.group
-    codes = _padded([p.codes for p in parts], padded_rows, 0 if fmt.has_minimum else centre(fmt))
+    codes = _padded([p.codes for p in parts], padded_rows)
     quads = codes.reshape(panels, PANEL, groups, fmt.group // 4, 4).transpose(0, 2, 3, 1, 4)  # [panel][group][quad][c][i]
     if fmt.kind == "q4":
         quads = quads[:, :, :, :16] | quads[:, :, :, 16:] << 4
@@ -167,16 +166,16 @@ def _read_groups(data: npt.NDArray[np.uint8], fmt: WeightFormat, k: int) -> Quan
     return Quantized(fmt, codes, rows(code_bytes), rows(code_bytes + scale_bytes) if fmt.has_minimum else None)
 
 
-def _padded(parts: Sequence[Array], rows: int, fill: int) -> Array:
-    """Concatenate along the rows and pad to `rows` with `fill`."""
+def _padded(parts: Sequence[Array], rows: int) -> Array:
+    """Concatenate along the rows and pad with zeros to `rows`: a scale and a minimum of zero make any code weigh nothing."""
     missing = rows - sum(len(p) for p in parts)
     if missing:
-        parts = [*parts, np.full((missing, parts[0].shape[1]), fill, parts[0].dtype)]
+        parts = [*parts, np.zeros((missing, parts[0].shape[1]), parts[0].dtype)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _by_group(parts: Sequence[Array], rows: int) -> npt.NDArray[np.uint8]:
     """[rows, groups] -> bytes [panels, groups, 32 * itemsize]."""
-    values_ = _padded(parts, rows, 0)
+    values_ = _padded(parts, rows)
     groups = values_.shape[1]
     return np.ascontiguousarray(values_.reshape(-1, PANEL, groups).transpose(0, 2, 1)).view(np.uint8)

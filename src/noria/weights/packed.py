@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from noria.types import LoadError
 from noria.weights.checkpoint import Checkpoint
 from noria.weights.files import listed
 from noria.weights.formats import PANEL, LinearWeight, PackedMatrix, VectorWeight, Weight, WeightFormat, matrix_bytes
-from noria.weights.gguf import ROPE_FREQUENCIES
+from noria.weights.gguf_names import ROPE_FREQUENCIES
 from noria.weights.pack import packed_runs, target_format
 from noria.weights.params import Param, Source
 from noria.weights.quantize import Float32, RawTensor, dequantize
@@ -50,6 +51,7 @@ _PREFIX = struct.Struct("<8sQQ16s")
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_KNOWN_CONTENTS = 256
 _LOCKS = 16
+_STALE_SECONDS = 3600  # an unlocked temporary file of this age belongs to no packer, not even to one about to lock it
 
 log = logging.getLogger("noria.weights")
 
@@ -488,7 +490,7 @@ class _Store:
             packed = self._open(path, key)
         if packed is None:
             raise OSError(errno.EIO, "a file just written does not read back")
-        self._evict(path)
+        self._evict()
         return packed
 
     def content(self, checkpoint: Checkpoint) -> str:
@@ -552,15 +554,16 @@ class _Store:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _evict(self, keep: Path) -> None:
-        """Bring the folder under its limit: least recently used first, never what is in use."""
+    def _evict(self) -> None:
+        """Bring the folder under its limit: least recently used first, never what is in use (as what was just packed is)."""
         with contextlib.suppress(OSError):
             for path in self.folder.glob("*.tmp"):
-                _remove_unused(path)
+                if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                    _remove_unused(path)
             ages = sorted((s.st_mtime_ns, s.st_size, p) for p in self.folder.glob("*.noria") for s in [p.stat()])
             excess = sum(size for _, size, _ in ages) - MAX_CACHE_BYTES
             for _, size, path in ages:
-                if excess > 0 and path != keep and _remove_unused(path):
+                if excess > 0 and _remove_unused(path):
                     excess -= size
             known = sorted((self.folder / "contents").iterdir(), key=lambda p: p.stat().st_mtime_ns)
             for path in known[: max(0, len(known) - _MAX_KNOWN_CONTENTS)]:

@@ -1,0 +1,97 @@
+"""The order of summation that native/attention.h promises, written out in numpy with an exact float32 fma."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from steps import BEST, Shape
+
+from noria.backends.cpu import _native
+from noria.backends.cpu.memory import address
+
+F32 = npt.NDArray[np.float32]
+
+
+def fma(a: F32, b: F32, c: F32) -> F32:
+    """Exact a * b + c, rounded once to float32, for normal results.
+
+    The product of two float32 is exact in float64. The sum is rounded to odd there, which makes the second rounding, to
+    float32, come out as if it were the only one (Boldo and Melquiond, 2008).
+    """
+    product, addend = np.broadcast_arrays(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.where(error > 0, np.inf, -np.inf)
+    return np.where((error != 0) & even, np.nextafter(total, toward), total).astype(np.float32)
+
+
+def elementary(function: str, x: F32, tier: str = BEST) -> F32:
+    """exp, tanh ... of the kernels."""
+    x = np.ascontiguousarray(x, np.float32)
+    y = np.empty_like(x)
+    _native.map(tier, function, address(x), address(y), x.size)
+    return y
+
+
+def to_bf16(x: F32) -> F32:
+    """Rounded to bfloat16, to nearest even; normal finite numbers."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def sum_lanes(x: F32) -> np.float32:
+    for width in (8, 4, 2, 1):
+        x = x[:width] + x[width:]
+    return x[0]
+
+
+def pair_order(length: int, f32: bool) -> list[int]:
+    """Of each pair the odd element comes first, then the even one; float32 has no pairs."""
+    return list(range(length)) if f32 else [i for even in range(0, length, 2) for i in (even + 1, even)]
+
+
+def attend(query: F32, keys: F32, values: F32, position: int, shape: Shape, split_keys: int = 256) -> F32:
+    """One head's output [dim] for the query [dim] at `position`, over keys and values [positions, dim]."""
+    rounded = (lambda x: x) if shape.f32 else to_bf16
+    query, keys, values = rounded(query), rounded(keys), rounded(values)
+    start = max(0, position - shape.window + 1) if shape.window else 0
+    merged: tuple[np.float32, np.float32, F32] | None = None
+    for split in range(start // split_keys, position // split_keys + 1):
+        first, last = max(start, split * split_keys), min(position, split * split_keys + split_keys - 1)
+        part = _attend_split(query, keys[first : last + 1], values[first : last + 1], first, shape)
+        merged = part if merged is None else _merge(merged, part)
+    assert merged is not None
+    return merged[2] / merged[1]
+
+
+def _attend_split(query: F32, keys: F32, values: F32, first: int, shape: Shape) -> tuple[np.float32, np.float32, F32]:
+    scores = np.zeros(len(keys), np.float32)
+    for d in pair_order(len(query), shape.f32):
+        scores = fma(query[d : d + 1], keys[:, d], scores)
+    scores = scores * np.float32(shape.scale)
+    if shape.softcap:
+        cap = np.float32(shape.softcap)
+        scores = cap * elementary("tanh", scores / cap)
+    most = scores.max()
+    weights = elementary("exp", scores - most)
+    lanes = np.zeros(16, np.float32)
+    for i, weight in enumerate(weights):
+        lanes[(first + i) % 16] += weight
+    acc = np.zeros(values.shape[1], np.float32)
+    rounded = weights if shape.f32 else to_bf16(weights)
+    last = first + len(keys) - 1
+    for key in pair_order(last + 2, shape.f32):
+        if first <= key <= last:
+            acc = fma(rounded[key - first : key - first + 1], values[key - first], acc)
+    return most, sum_lanes(lanes), acc
+
+
+def _merge(
+    before: tuple[np.float32, np.float32, F32], now: tuple[np.float32, np.float32, F32]
+) -> tuple[np.float32, np.float32, F32]:
+    most = max(before[0], now[0])
+    a, b = elementary("exp", np.array([before[0] - most, now[0] - most], np.float32))
+    total = fma(np.array([before[1]]), np.array([a]), np.array([now[1] * b]))[0]
+    return most, total, fma(before[2], np.array([a]), now[2] * b)
