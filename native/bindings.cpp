@@ -115,15 +115,15 @@ void bind_pool(nb::module_& m) {
         new (self) Pool(threads);
       }, "threads"_a)
       .def_prop_ro("threads", &Pool::threads);
-  m.def("probe_pool", [](const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile) {
+  m.def("probe_pool", [](const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap) {
     ProbeResult r;
     {
       const nb::gil_scoped_release release;
-      r = probe_pool(pool, steps, ops, tiles, passes, work, slow_tile, bad_tile);
+      r = probe_pool(pool, steps, ops, tiles, passes, work, slow_tile, bad_tile, gap);
     }
     return nb::make_tuple(r.tiles_run, r.order_errors, r.seconds);
-  }, "pool"_a, "steps"_a, "ops"_a, "tiles"_a, "passes"_a = 1, "work"_a = 0, "slow_tile"_a = -1, "bad_tile"_a = -1,
-  "(tiles run, order errors, seconds) of `steps` steps of `ops` ops of `tiles` tiles, the last op `passes` times.");
+  }, "pool"_a, "steps"_a, "ops"_a, "tiles"_a, "passes"_a = 1, "work"_a = 0, "slow_tile"_a = -1, "bad_tile"_a = -1, "gap"_a = -1,
+  "(tiles run, order errors, seconds) of `steps` steps of `ops` ops of `tiles` tiles, the last op `passes` times, the op `gap` in even steps only.");
 }
 
 void bind_tape(nb::module_& m) {

@@ -31,7 +31,8 @@ inline void unpack_groups(const uint8_t* panel, WeightFormat format, int column,
 }
 
 // Output `output` of the matrix, times `factor`, to y [inputs].
-inline void unpack_output(const uint8_t* data, WeightFormat format, int64_t panel_stride, int64_t output, int64_t inputs, float factor, float* y) {
+inline void unpack_output(const uint8_t* data, WeightFormat format, int64_t panel_stride, int64_t output, int64_t inputs, float factor,
+                          float* y) {
   const uint8_t* panel = data + output / kPanel * panel_stride;
   const int column = static_cast<int>(output % kPanel);
   if (format.kind == Kind::f32) {

@@ -232,15 +232,21 @@ void panel_rows(const LinearArgs& args, const PanelColumns& panel, int64_t row) 
 template <WeightFormat F>
 inline void some_rows(const LinearArgs& args, const PanelColumns& panel, int64_t row, int64_t rows) {
   switch (rows) {
-    case 1: return panel_rows<F, 1>(args, panel, row);
-    case 2: return panel_rows<F, 2>(args, panel, row);
+    case 1:
+      return panel_rows<F, 1>(args, panel, row);
+    case 2:
+      return panel_rows<F, 2>(args, panel, row);
 #if defined(__AVX2__)
-    case 3: return panel_rows<F, 3>(args, panel, row);
-    case 4: return panel_rows<F, 4>(args, panel, row);
+    case 3:
+      return panel_rows<F, 3>(args, panel, row);
+    case 4:
+      return panel_rows<F, 4>(args, panel, row);
 #endif
 #if defined(__AVX512F__)
-    case 5: return panel_rows<F, 5>(args, panel, row);
-    case 6: return panel_rows<F, 6>(args, panel, row);
+    case 5:
+      return panel_rows<F, 5>(args, panel, row);
+    case 6:
+      return panel_rows<F, 6>(args, panel, row);
 #endif
   }
 }
@@ -259,7 +265,8 @@ void segment_tile(const LinearArgs& args, const LinearSegment& segment, const Ti
   for (int64_t p = range.first_panel; p < range.last_panel; ++p) {
     const int64_t left = segment.outputs - p * kPanel;
     const uint8_t* data = segment.data + p * segment.panel_stride;
-    PanelColumns panel{data, {data + kPrefetchDistance, 1}, segment.first_column + p * kPanel, left < kPanel ? static_cast<int>(left) : kPanel};
+    PanelColumns panel{
+        data, {data + kPrefetchDistance, 1}, segment.first_column + p * kPanel, left < kPanel ? static_cast<int>(left) : kPanel};
     int64_t row = range.first_row;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t height = share + (i < longer ? 1 : 0);
@@ -282,10 +289,14 @@ inline void quantized_tile(const LinearArgs& args, const LinearSegment& segment,
 inline void dispatch_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range) {
   const WeightFormat f = segment.format;
   switch (f.kind) {
-    case Kind::f32: return segment_tile<WeightFormat{Kind::f32, 0, false, false}>(args, segment, range);
-    case Kind::bf16: return segment_tile<WeightFormat{Kind::bf16, 0, false, false}>(args, segment, range);
-    case Kind::q8: return f.group == 32 ? quantized_tile<Kind::q8, 32>(args, segment, range) : quantized_tile<Kind::q8, 16>(args, segment, range);
-    case Kind::q4: return f.group == 32 ? quantized_tile<Kind::q4, 32>(args, segment, range) : quantized_tile<Kind::q4, 16>(args, segment, range);
+    case Kind::f32:
+      return segment_tile<WeightFormat{Kind::f32, 0, false, false}>(args, segment, range);
+    case Kind::bf16:
+      return segment_tile<WeightFormat{Kind::bf16, 0, false, false}>(args, segment, range);
+    case Kind::q8:
+      return f.group == 32 ? quantized_tile<Kind::q8, 32>(args, segment, range) : quantized_tile<Kind::q8, 16>(args, segment, range);
+    case Kind::q4:
+      return f.group == 32 ? quantized_tile<Kind::q4, 32>(args, segment, range) : quantized_tile<Kind::q4, 16>(args, segment, range);
   }
 }
 
@@ -300,9 +311,9 @@ inline double panel_nanoseconds(const LinearSegment& segment, int64_t inputs, in
   return reading > arithmetic ? reading : arithmetic;
 }
 
-constexpr int64_t kRowBlock = 8 * kRowTile;  // rows of activations that stay in the cache while a run of panels passes
-constexpr double kLongestTile = 100e3, kShortestTile = 2e3;  // nanoseconds
-constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kRowBlock = 8 * kRowTile;                 // rows of activations that stay in the cache while a run of panels passes
+constexpr double kLongestTile = 60e3, kShortestTile = 3e3;  // nanoseconds
+constexpr int64_t kTilesPerThread = 16;  // enough that the last tiles of an op leave few threads waiting, and cheap to claim
 
 // Chooses args.tiling and returns the number of tiles. The cut depends on the thread count; the results do not depend on the cut.
 inline int64_t linear_tile_count(LinearArgs& args, int threads) {

@@ -3,8 +3,8 @@
 // The functions that take them live in namespace noria::NORIA_TIER, one copy a tier:
 //
 //   quantize.h    void quantize_row(const float* x, int64_t inputs, const QuantizedRows& out, int64_t row);
-//                 void quantize_rows(const float* x, int64_t x_stride, int64_t inputs, const QuantizedRows& out, int64_t first, int64_t last);
-//                 void round_row_bf16(const float* x, int64_t inputs, uint16_t* pairs);             // padded_pairs(inputs) values
+//                 void quantize_rows(const float* x, int64_t x_stride, int64_t inputs, const QuantizedRows& out, int64_t first, int64_t
+//                 last); void round_row_bf16(const float* x, int64_t inputs, uint16_t* pairs);             // padded_pairs(inputs) values
 //                 void round_rows_bf16(const float* x, int64_t x_stride, int64_t inputs, uint16_t* pairs, int64_t first, int64_t last);
 //   linear.h      int64_t linear_tile_count(LinearArgs& args, int threads);   // also chooses args.tiling
 //                 void linear_tile(const LinearArgs& args, int64_t tile);      // tiles are independent, in any order, on any thread
@@ -89,14 +89,14 @@ struct LinearArgs {
   int32_t segment_count;
   int64_t inputs;
   int64_t rows;
-  const float* x;         // f32 segments: [rows, inputs], rows x_stride elements apart
+  const float* x;  // f32 segments: [rows, inputs], rows x_stride elements apart
   int64_t x_stride;
-  const uint16_t* pairs;  // bf16 segments: [rows, padded_pairs(inputs)] bfloat16, from round_rows_bf16
+  const uint16_t* pairs;    // bf16 segments: [rows, padded_pairs(inputs)] bfloat16, from round_rows_bf16
   QuantizedRows quantized;  // q8 and q4 segments: from quantize_rows
-  const float* bias;      // [outputs of all segments] or null
-  float* y;               // [rows, outputs of all segments], rows y_stride elements apart
+  const float* bias;        // [outputs of all segments] or null
+  float* y;                 // [rows, outputs of all segments], rows y_stride elements apart
   int64_t y_stride;
-  LinearTiling tiling;    // written by linear_tile_count
+  LinearTiling tiling;  // written by linear_tile_count
 };
 
 // Row ids[r] of a packed matrix [outputs, inputs], dequantised, times `scale`, to y[r]. Ids must be in [0, outputs).

@@ -25,9 +25,12 @@ namespace noria {
 
 namespace {
 
-template <class T> using Rows = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <class T> using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T> using Result = nb::ndarray<nb::numpy, T, nb::ndim<2>>;
+template <class T>
+using Rows = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Result = nb::ndarray<nb::numpy, T, nb::ndim<2>>;
 
 // Memory at a multiple of 64 bytes, as the kernels' workspaces are.
 struct Aligned {
@@ -39,7 +42,8 @@ struct Aligned {
 };
 
 // A new numpy array [rows, columns], zeroed or copied from `from`.
-template <class T> Result<T> new_rows(int64_t rows, int64_t columns, const T* from = nullptr) {
+template <class T>
+Result<T> new_rows(int64_t rows, int64_t columns, const T* from = nullptr) {
   const size_t count = static_cast<size_t>(rows * columns);
   auto data = std::make_unique<T[]>(count);
   if (from != nullptr) std::copy_n(from, count, data.get());
@@ -81,8 +85,9 @@ Quantized quantize(const std::string& tier, Rows<float> x) {
   const Aligned workspace(quantized_bytes(rows, inputs));
   const QuantizedRows q = quantized_view(workspace.data, rows, inputs);
   kernels_of(tier).quantize_rows(x.data(), inputs, inputs, q, 0, rows);
-  return {new_rows(rows, k, q.codes),          new_rows(rows, k / 32, q.scales),    new_rows(rows, k / 32, q.sums),
-          new_rows(rows, k / 32, q.scaled_sums), new_rows(rows, k / 16, q.half_sums), new_rows(rows, k / 16, q.scaled_half_sums)};
+  return {new_rows(rows, k, q.codes),          new_rows(rows, k / 32, q.scales),
+          new_rows(rows, k / 32, q.sums),      new_rows(rows, k / 32, q.scaled_sums),
+          new_rows(rows, k / 16, q.half_sums), new_rows(rows, k / 16, q.scaled_half_sums)};
 }
 
 Result<uint16_t> round_bf16(const std::string& tier, Rows<float> x) {
@@ -106,7 +111,8 @@ Result<float> linear(const std::string& tier, Rows<float> x, const std::vector<M
   int64_t outputs = 0, panels = 0;
   for (const Matrix* m : segments) {
     if (m->inputs != inputs) throw std::invalid_argument("the segments' inputs differ from x");
-    args.segments[args.segment_count++] = {m->data.data(), m->format, static_cast<int32_t>(m->outputs), panel_bytes(m->format, inputs), outputs};
+    args.segments[args.segment_count++] = {m->data.data(), m->format, static_cast<int32_t>(m->outputs), panel_bytes(m->format, inputs),
+                                           outputs};
     outputs += m->outputs;
     panels += panel_count(m->outputs);
   }
@@ -136,7 +142,8 @@ Result<float> linear(const std::string& tier, Rows<float> x, const std::vector<M
 Result<float> dequantize(const std::string& tier, const Matrix& m) {
   const FlushDenormals flush;
   const Result<float> y = new_rows<float>(m.outputs, m.inputs);
-  kernels_of(tier).dequantize_rows({m.data.data(), m.format, m.outputs, m.inputs, panel_bytes(m.format, m.inputs), y.data(), m.inputs}, 0, m.outputs);
+  kernels_of(tier).dequantize_rows({m.data.data(), m.format, m.outputs, m.inputs, panel_bytes(m.format, m.inputs), y.data(), m.inputs}, 0,
+                                   m.outputs);
   return y;
 }
 
@@ -156,8 +163,8 @@ Result<float> embed(const std::string& tier, const Matrix& m, Vector<int32_t> id
 void bind_linear(nb::module_& module) {
   nb::module_ m = module.def_submodule("linear", "The linear, quantisation and embedding kernels of one tier, for tests.");
   nb::class_<Matrix>(m, "Matrix")
-      .def(nb::init<Vector<uint8_t>, const std::string&, int, const std::string&, bool, int64_t, int64_t>(), nb::arg("data"), nb::arg("kind"),
-           nb::arg("group"), nb::arg("scale"), nb::arg("has_minimum"), nb::arg("outputs"), nb::arg("inputs"));
+      .def(nb::init<Vector<uint8_t>, const std::string&, int, const std::string&, bool, int64_t, int64_t>(), nb::arg("data"),
+           nb::arg("kind"), nb::arg("group"), nb::arg("scale"), nb::arg("has_minimum"), nb::arg("outputs"), nb::arg("inputs"));
   m.def("quantize", &quantize, nb::arg("tier"), nb::arg("x"));
   m.def("round_bf16", &round_bf16, nb::arg("tier"), nb::arg("x"));
   m.def("linear", &linear, nb::arg("tier"), nb::arg("x"), nb::arg("segments"), nb::arg("bias").none() = nb::none(), nb::arg("threads") = 1,

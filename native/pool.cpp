@@ -50,6 +50,10 @@ bool claim_unit(Gate& gate, uint64_t epoch, uint32_t units, uint32_t& unit) {
   }
 }
 
+// Mark the op as having nothing to claim in `epoch`. Worker 0 does this for an op without tiles: a late worker that reads the tile
+// count of a newer step would otherwise find the gate still before its own epoch, and open it.
+void close(Gate& gate, uint64_t epoch) { gate.claim.store(tagged(epoch, 0, 0), std::memory_order_release); }
+
 // Count `units` more as done; true if that completed the op.
 bool add_done(Gate& gate, uint64_t epoch, uint32_t units, uint32_t of) {
   uint64_t word = gate.done.load(std::memory_order_relaxed);
@@ -158,7 +162,10 @@ void Pool::walk(Program& program, uint64_t epoch, uint32_t passes, int worker) {
   const auto ops = static_cast<uint32_t>(program.gates.size());
   const auto one = [&](uint32_t op, uint32_t pass, const std::atomic<uint32_t>& count) {
     const uint32_t tiles = count.load(std::memory_order_relaxed);
-    if (tiles == 0) return;
+    if (tiles == 0) {
+      if (worker == 0) close(program.gates[op], epoch + pass);
+      return;
+    }
     take_tiles(program, op, pass, epoch + pass, tiles, worker);
     const Gate& gate = program.gates[op];
     wait_until([&] { return is_done(gate, epoch + pass); });

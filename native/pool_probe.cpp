@@ -9,16 +9,21 @@ namespace {
 
 class Probe final : public Program {
  public:
-  Probe(int ops, int tiles, int passes, int work, int slow_tile, int bad_tile)
-      : done_(static_cast<size_t>(ops)), tiles_(static_cast<uint32_t>(tiles)), work_(work), slow_tile_(slow_tile), bad_tile_(bad_tile) {
+  Probe(int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap)
+      : done_(static_cast<size_t>(ops)), tiles_(static_cast<uint32_t>(tiles)), work_(work), slow_tile_(slow_tile), bad_tile_(bad_tile), gap_(gap) {
     gates = std::vector<Gate>(static_cast<size_t>(ops));
     loop_begin = static_cast<uint32_t>(ops - 1);
     this->passes = static_cast<uint32_t>(passes);
     for (uint32_t op = 0; op < gates.size(); ++op) set_tiles(op, tiles);
   }
 
-  void begin_step() {
+  // In odd steps the op `gap` has no tiles.
+  void begin_step(int step) {
     for (auto& count : done_) count.store(0);
+    if (gap_ < 0) return;
+    const bool skip = step % 2 == 1;
+    set_tiles(static_cast<uint32_t>(gap_), skip ? 0 : tiles_);
+    if (skip) done_[static_cast<size_t>(gap_)].store(tiles_);
   }
 
   void run_tile(uint32_t op, uint32_t pass, uint32_t tile, int) override {
@@ -37,18 +42,19 @@ class Probe final : public Program {
  private:
   std::vector<std::atomic<uint32_t>> done_;
   const uint32_t tiles_;
-  const int work_, slow_tile_, bad_tile_;
+  const int work_, slow_tile_, bad_tile_, gap_;
 };
 
 }  // namespace
 
-ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile) {
+ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap) {
   if (steps < 1 || ops < 1 || tiles < 1 || passes < 1) throw std::invalid_argument("a probe needs at least one step, op, tile and pass");
-  Probe probe(ops, tiles, passes, work, slow_tile, bad_tile);
+  if (gap >= ops - 1) throw std::invalid_argument("the gap must come before the op in the loop");
+  Probe probe(ops, tiles, passes, work, slow_tile, bad_tile, gap);
   const auto start = std::chrono::steady_clock::now();
   try {
     for (int i = 0; i < steps; ++i) {
-      probe.begin_step();
+      probe.begin_step(i);
       pool->run(probe);
     }
   } catch (...) {

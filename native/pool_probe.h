@@ -15,6 +15,6 @@ struct ProbeResult {
 
 // Runs `steps` steps of `ops` ops of `tiles` tiles, the last op as a loop of `passes`. Each tile spins for `work` rounds; tile
 // `slow_tile` of the first op sleeps for a millisecond, tile `bad_tile` of the first op throws (-1: none).
-ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile);
+ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap);
 
 }  // namespace noria

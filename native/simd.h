@@ -22,9 +22,15 @@ namespace noria::NORIA_TIER {
 
 #if defined(__AVX512F__)
 
-struct m16 { __mmask16 v; };
-struct vi16 { __m512i v; };
-struct vf16 { __m512 v; };
+struct m16 {
+  __mmask16 v;
+};
+struct vi16 {
+  __m512i v;
+};
+struct vf16 {
+  __m512 v;
+};
 
 inline vf16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, vf16 a) { _mm512_storeu_ps(p, a.v); }
@@ -51,8 +57,14 @@ inline vi16 operator+(vi16 a, vi16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline vi16 operator-(vi16 a, vi16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline vi16 operator&(vi16 a, vi16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline vi16 operator|(vi16 a, vi16 b) { return {_mm512_or_si512(a.v, b.v)}; }
-template <int N> inline vi16 shift_left(vi16 a) { return {_mm512_slli_epi32(a.v, N)}; }
-template <int N> inline vi16 shift_right(vi16 a) { return {_mm512_srli_epi32(a.v, N)}; }  // logical
+template <int N>
+inline vi16 shift_left(vi16 a) {
+  return {_mm512_slli_epi32(a.v, N)};
+}
+template <int N>
+inline vi16 shift_right(vi16 a) {
+  return {_mm512_srli_epi32(a.v, N)};
+}  // logical
 inline vf16 to_float(vi16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline vi16 to_int(vf16 a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
 
@@ -69,7 +81,9 @@ inline int32_t sum_lanes_i32(vi16 a) { return _mm512_reduce_add_epi32(a.v); }
 #if defined(__AVX512VNNI__)
 inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) { return {_mm512_dpbusd_epi32(acc.v, codes.v, quad.v)}; }
 
-struct u4dot { __m512i v; };
+struct u4dot {
+  __m512i v;
+};
 inline u4dot begin_u4s8(vi16 start) { return {start.v}; }
 inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) { return {_mm512_dpbusd_epi32(acc.v, codes.v, quad.v)}; }
 inline vi16 end_u4s8(u4dot acc, vi16) { return {acc.v}; }
@@ -81,7 +95,9 @@ inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) {
   return {_mm512_add_epi32(acc.v, sum)};
 }
 
-struct u4dot { __m512i v; };
+struct u4dot {
+  __m512i v;
+};
 inline u4dot begin_u4s8(vi16) { return {_mm512_setzero_si512()}; }
 inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) { return {_mm512_add_epi16(acc.v, _mm512_maddubs_epi16(codes.v, quad.v))}; }
 inline vi16 end_u4s8(u4dot acc, vi16 start) { return {_mm512_add_epi32(start.v, _mm512_madd_epi16(acc.v, _mm512_set1_epi16(1)))}; }
@@ -89,12 +105,21 @@ inline vi16 end_u4s8(u4dot acc, vi16 start) { return {_mm512_add_epi32(start.v, 
 
 #elif defined(__AVX2__)
 
-struct m16 { __m256 lo, hi; };
-struct vi16 { __m256i lo, hi; };
-struct vf16 { __m256 lo, hi; };
+struct m16 {
+  __m256 lo, hi;
+};
+struct vi16 {
+  __m256i lo, hi;
+};
+struct vf16 {
+  __m256 lo, hi;
+};
 
 inline vf16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, vf16 a) { _mm256_storeu_ps(p, a.lo); _mm256_storeu_ps(p + 8, a.hi); }
+inline void store(float* p, vf16 a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
 inline vf16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline vf16 operator+(vf16 a, vf16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline vf16 operator-(vf16 a, vf16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
@@ -115,15 +140,26 @@ inline m16 mask_bits(uint16_t bits) {
 inline vf16 bits_to_float(vi16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 inline vi16 float_to_bits(vf16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 
-inline vi16 load_i32(const int32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))}; }
-inline void store_i32(int32_t* p, vi16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo); _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi); }
+inline vi16 load_i32(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline void store_i32(int32_t* p, vi16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi);
+}
 inline vi16 set1_i32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline vi16 operator+(vi16 a, vi16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline vi16 operator-(vi16 a, vi16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline vi16 operator&(vi16 a, vi16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 inline vi16 operator|(vi16 a, vi16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
-template <int N> inline vi16 shift_left(vi16 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
-template <int N> inline vi16 shift_right(vi16 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
+template <int N>
+inline vi16 shift_left(vi16 a) {
+  return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)};
+}
+template <int N>
+inline vi16 shift_right(vi16 a) {
+  return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)};
+}
 inline vf16 to_float(vi16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline vi16 to_int(vf16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 
@@ -133,10 +169,12 @@ inline void store_i8(int8_t* p, vi16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 inline vf16 load_f16(const uint16_t* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
 inline vi16 load_u16(const uint16_t* p) {
-  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
 inline void store_u16(uint16_t* p, vi16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packus_epi32(a.lo, a.hi), 0xd8));
@@ -165,10 +203,13 @@ inline __m256i dot_u8s8(__m256i acc, __m256i codes, __m256i quad) {
 }
 inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) { return {dot_u8s8(acc.lo, codes.lo, quad.lo), dot_u8s8(acc.hi, codes.hi, quad.hi)}; }
 
-struct u4dot { __m256i lo, hi; };
+struct u4dot {
+  __m256i lo, hi;
+};
 inline u4dot begin_u4s8(vi16) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) {
-  return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(codes.lo, quad.lo)), _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(codes.hi, quad.hi))};
+  return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(codes.lo, quad.lo)),
+          _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(codes.hi, quad.hi))};
 }
 inline vi16 end_u4s8(u4dot acc, vi16 start) {
   const __m256i one = _mm256_set1_epi16(1);
@@ -177,40 +218,133 @@ inline vi16 end_u4s8(u4dot acc, vi16 start) {
 
 #else  // any machine
 
-struct m16 { bool v[16]; };
-struct vi16 { int32_t v[16]; };
-struct vf16 { float v[16]; };
+struct m16 {
+  bool v[16];
+};
+struct vi16 {
+  int32_t v[16];
+};
+struct vf16 {
+  float v[16];
+};
 #define NORIA_EACH for (int i = 0; i < 16; ++i)
 
-inline vf16 load(const float* p) { vf16 r; std::memcpy(r.v, p, 64); return r; }
+inline vf16 load(const float* p) {
+  vf16 r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
 inline void store(float* p, vf16 a) { std::memcpy(p, a.v, 64); }
-inline vf16 set1(float x) { vf16 r; NORIA_EACH r.v[i] = x; return r; }
-inline vf16 operator+(vf16 a, vf16 b) { NORIA_EACH a.v[i] += b.v[i]; return a; }
-inline vf16 operator-(vf16 a, vf16 b) { NORIA_EACH a.v[i] -= b.v[i]; return a; }
-inline vf16 operator*(vf16 a, vf16 b) { NORIA_EACH a.v[i] *= b.v[i]; return a; }
-inline vf16 operator/(vf16 a, vf16 b) { NORIA_EACH a.v[i] /= b.v[i]; return a; }
-inline vf16 fma(vf16 a, vf16 b, vf16 c) { NORIA_EACH c.v[i] = std::fma(a.v[i], b.v[i], c.v[i]); return c; }
-inline vf16 sqrt(vf16 a) { NORIA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
-inline vf16 max(vf16 a, vf16 b) { NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
-inline vf16 min(vf16 a, vf16 b) { NORIA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-inline m16 less(vf16 a, vf16 b) { m16 r; NORIA_EACH r.v[i] = a.v[i] < b.v[i]; return r; }
-inline m16 is_nan(vf16 a) { m16 r; NORIA_EACH r.v[i] = a.v[i] != a.v[i]; return r; }
-inline vf16 select(m16 m, vf16 yes, vf16 no) { NORIA_EACH no.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return no; }
-inline m16 mask_bits(uint16_t bits) { m16 r; NORIA_EACH r.v[i] = bits >> i & 1; return r; }
-inline vf16 bits_to_float(vi16 a) { vf16 r; std::memcpy(r.v, a.v, 64); return r; }
-inline vi16 float_to_bits(vf16 a) { vi16 r; std::memcpy(r.v, a.v, 64); return r; }
+inline vf16 set1(float x) {
+  vf16 r;
+  NORIA_EACH r.v[i] = x;
+  return r;
+}
+inline vf16 operator+(vf16 a, vf16 b) {
+  NORIA_EACH a.v[i] += b.v[i];
+  return a;
+}
+inline vf16 operator-(vf16 a, vf16 b) {
+  NORIA_EACH a.v[i] -= b.v[i];
+  return a;
+}
+inline vf16 operator*(vf16 a, vf16 b) {
+  NORIA_EACH a.v[i] *= b.v[i];
+  return a;
+}
+inline vf16 operator/(vf16 a, vf16 b) {
+  NORIA_EACH a.v[i] /= b.v[i];
+  return a;
+}
+inline vf16 fma(vf16 a, vf16 b, vf16 c) {
+  NORIA_EACH c.v[i] = std::fma(a.v[i], b.v[i], c.v[i]);
+  return c;
+}
+inline vf16 sqrt(vf16 a) {
+  NORIA_EACH a.v[i] = std::sqrt(a.v[i]);
+  return a;
+}
+inline vf16 max(vf16 a, vf16 b) {
+  NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline vf16 min(vf16 a, vf16 b) {
+  NORIA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline m16 less(vf16 a, vf16 b) {
+  m16 r;
+  NORIA_EACH r.v[i] = a.v[i] < b.v[i];
+  return r;
+}
+inline m16 is_nan(vf16 a) {
+  m16 r;
+  NORIA_EACH r.v[i] = a.v[i] != a.v[i];
+  return r;
+}
+inline vf16 select(m16 m, vf16 yes, vf16 no) {
+  NORIA_EACH no.v[i] = m.v[i] ? yes.v[i] : no.v[i];
+  return no;
+}
+inline m16 mask_bits(uint16_t bits) {
+  m16 r;
+  NORIA_EACH r.v[i] = bits >> i & 1;
+  return r;
+}
+inline vf16 bits_to_float(vi16 a) {
+  vf16 r;
+  std::memcpy(r.v, a.v, 64);
+  return r;
+}
+inline vi16 float_to_bits(vf16 a) {
+  vi16 r;
+  std::memcpy(r.v, a.v, 64);
+  return r;
+}
 
-inline vi16 load_i32(const int32_t* p) { vi16 r; std::memcpy(r.v, p, 64); return r; }
+inline vi16 load_i32(const int32_t* p) {
+  vi16 r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
 inline void store_i32(int32_t* p, vi16 a) { std::memcpy(p, a.v, 64); }
-inline vi16 set1_i32(int32_t x) { vi16 r; NORIA_EACH r.v[i] = x; return r; }
+inline vi16 set1_i32(int32_t x) {
+  vi16 r;
+  NORIA_EACH r.v[i] = x;
+  return r;
+}
 inline int32_t wrap_add(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }
-inline vi16 operator+(vi16 a, vi16 b) { NORIA_EACH a.v[i] = wrap_add(a.v[i], b.v[i]); return a; }
-inline vi16 operator-(vi16 a, vi16 b) { NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i])); return a; }
-inline vi16 operator&(vi16 a, vi16 b) { NORIA_EACH a.v[i] &= b.v[i]; return a; }
-inline vi16 operator|(vi16 a, vi16 b) { NORIA_EACH a.v[i] |= b.v[i]; return a; }
-template <int N> inline vi16 shift_left(vi16 a) { NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); return a; }
-template <int N> inline vi16 shift_right(vi16 a) { NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N); return a; }
-inline vf16 to_float(vi16 a) { vf16 r; NORIA_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
+inline vi16 operator+(vi16 a, vi16 b) {
+  NORIA_EACH a.v[i] = wrap_add(a.v[i], b.v[i]);
+  return a;
+}
+inline vi16 operator-(vi16 a, vi16 b) {
+  NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i]));
+  return a;
+}
+inline vi16 operator&(vi16 a, vi16 b) {
+  NORIA_EACH a.v[i] &= b.v[i];
+  return a;
+}
+inline vi16 operator|(vi16 a, vi16 b) {
+  NORIA_EACH a.v[i] |= b.v[i];
+  return a;
+}
+template <int N>
+inline vi16 shift_left(vi16 a) {
+  NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N);
+  return a;
+}
+template <int N>
+inline vi16 shift_right(vi16 a) {
+  NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N);
+  return a;
+}
+inline vf16 to_float(vi16 a) {
+  vf16 r;
+  NORIA_EACH r.v[i] = static_cast<float>(a.v[i]);
+  return r;
+}
 inline vi16 to_int(vf16 a) {  // out of range and NaN: INT32_MIN, as the x86 instruction
   vi16 r;
   NORIA_EACH r.v[i] = a.v[i] >= -2147483648.0f && a.v[i] < 2147483648.0f ? static_cast<int32_t>(std::nearbyintf(a.v[i])) : INT32_MIN;
@@ -223,29 +357,52 @@ inline float half_to_float(uint16_t h) {  // exact; a half's denormals are norma
   float r;
   if (exponent == 0) {
     r = static_cast<float>(fraction) * 0x1p-24f;
-    uint32_t b; std::memcpy(&b, &r, 4); b |= sign; std::memcpy(&r, &b, 4);
+    uint32_t b;
+    std::memcpy(&b, &r, 4);
+    b |= sign;
+    std::memcpy(&r, &b, 4);
     return r;
   }
   const uint32_t b = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
   std::memcpy(&r, &b, 4);
   return r;
 }
-inline vf16 load_f16(const uint16_t* p) { vf16 r; NORIA_EACH r.v[i] = half_to_float(p[i]); return r; }
-inline vi16 load_u16(const uint16_t* p) { vi16 r; NORIA_EACH r.v[i] = p[i]; return r; }
+inline vf16 load_f16(const uint16_t* p) {
+  vf16 r;
+  NORIA_EACH r.v[i] = half_to_float(p[i]);
+  return r;
+}
+inline vi16 load_u16(const uint16_t* p) {
+  vi16 r;
+  NORIA_EACH r.v[i] = p[i];
+  return r;
+}
 inline void store_u16(uint16_t* p, vi16 a) { NORIA_EACH p[i] = static_cast<uint16_t>(a.v[i]); }
 inline float from_f16(uint16_t h) { return half_to_float(h); }
 
-inline vi16 max_i32(vi16 a, vi16 b) { NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
-inline int32_t max_lanes_i32(vi16 a) { int32_t r = a.v[0]; NORIA_EACH r = r > a.v[i] ? r : a.v[i]; return r; }
-inline int32_t sum_lanes_i32(vi16 a) { int32_t r = 0; NORIA_EACH r = wrap_add(r, a.v[i]); return r; }
+inline vi16 max_i32(vi16 a, vi16 b) {
+  NORIA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline int32_t max_lanes_i32(vi16 a) {
+  int32_t r = a.v[0];
+  NORIA_EACH r = r > a.v[i] ? r : a.v[i];
+  return r;
+}
+inline int32_t sum_lanes_i32(vi16 a) {
+  int32_t r = 0;
+  NORIA_EACH r = wrap_add(r, a.v[i]);
+  return r;
+}
 
 inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) {
-  for (int byte = 0; byte < 4; ++byte)
-    NORIA_EACH acc.v[i] += (codes.v[i] >> 8 * byte & 255) * static_cast<int8_t>(quad.v[i] >> 8 * byte);
+  for (int byte = 0; byte < 4; ++byte) NORIA_EACH acc.v[i] += (codes.v[i] >> 8 * byte & 255) * static_cast<int8_t>(quad.v[i] >> 8 * byte);
   return acc;
 }
 
-struct u4dot { vi16 v; };
+struct u4dot {
+  vi16 v;
+};
 inline u4dot begin_u4s8(vi16 start) { return {start}; }
 inline u4dot dot_u4s8(u4dot acc, vi16 codes, vi16 quad) { return {dot_u8s8(acc.v, codes, quad)}; }
 inline vi16 end_u4s8(u4dot acc, vi16) { return acc.v; }
@@ -319,13 +476,23 @@ inline float from_bf16(uint16_t h) {
 
 // Sixteen pairs of bfloat16 (32 values, lane i holds pair i: even element low, odd element high).
 #if defined(__AVX512BF16__)
-struct bf16x32 { __m512bh v; };
-inline bf16x32 load_pairs(const uint16_t* p) { const __m512i x = _mm512_loadu_si512(p); return {(__m512bh)x}; }
-inline bf16x32 set1_pair(uint32_t pair) { const __m512i x = _mm512_set1_epi32(static_cast<int>(pair)); return {(__m512bh)x}; }
+struct bf16x32 {
+  __m512bh v;
+};
+inline bf16x32 load_pairs(const uint16_t* p) {
+  const __m512i x = _mm512_loadu_si512(p);
+  return {(__m512bh)x};
+}
+inline bf16x32 set1_pair(uint32_t pair) {
+  const __m512i x = _mm512_set1_epi32(static_cast<int>(pair));
+  return {(__m512bh)x};
+}
 // acc + a_odd * b_odd, then + a_even * b_even, each by one FMA with denormals flushed: what vdpbf16ps does.
 inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
 #else
-struct bf16x32 { vi16 v; };
+struct bf16x32 {
+  vi16 v;
+};
 inline bf16x32 load_pairs(const uint16_t* p) { return {load_i32(reinterpret_cast<const int32_t*>(p))}; }
 inline bf16x32 set1_pair(uint32_t pair) { return {set1_i32(static_cast<int32_t>(pair))}; }
 inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) {

@@ -58,9 +58,10 @@ void StepArrays::read_inputs(nb::handle inputs, int64_t table_width) {
   for (nb::handle table : nb::getattr(inputs, "block_tables")) {
     if (view.group_count == kMaxGroups) throw nb::type_error("too many block tables");
     view.block_tables[view.group_count++] = static_cast<const int32_t*>(acquire<int32_t>(table, "a block table", table_size, false));
+    const Py_buffer& buffer = held_.back();
+    if (buffer.ndim != 2 || buffer.shape[1] != table_width) throw nb::type_error("a block table has another width than the cache was built for");
+    view.table_rows = buffer.shape[0];
   }
-  view.table_rows = table_size / table_width;
-  if (view.table_rows * table_width != table_size) throw nb::type_error("a block table has another width than the cache was built for");
   read_draws(nb::getattr(inputs, "draws"));
 }
 

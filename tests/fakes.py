@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -112,17 +113,17 @@ class FakeRunner:
         self.closed = True
 
     def _edit_tables(self, plan: StepPlan) -> None:
-        for row in plan.freed_rows:
-            del self.rows[row]
+        for freed in plan.freed_rows:
+            del self.rows[freed]
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was taken twice"
             self.rows[new.row] = Row(new)
-        for row, group, blocks in plan.released:
+        for place, group, count in plan.released:
             assert self.windows[group], "a full-attention group gives nothing back"
-            self.rows[row].tables[group][:blocks] = [NULL_BLOCK] * blocks
-        for row, group, index, block in plan.replaced:
-            assert self.rows[row].tables[group][index] != NULL_BLOCK
-            self.rows[row].tables[group][index] = block
+            self.rows[place].tables[group][:count] = [NULL_BLOCK] * count
+        for place, group, index, block in plan.replaced:
+            assert self.rows[place].tables[group][index] != NULL_BLOCK
+            self.rows[place].tables[group][index] = block
         for planned in plan.rows:
             row = self.rows[planned.row]
             for group, blocks in enumerate(planned.new_blocks):
@@ -211,7 +212,7 @@ def make_engine(
     max_model_len: int = 512,
     clock: FakeClock | None = None,
     model_tag: bytes = b"model",
-    **settings: object,
+    **settings: Any,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fake runner (which is late where the engine is asynchronous). `settings` are EngineConfig's."""
     settings.setdefault("max_num_batched_tokens", 64)
@@ -240,7 +241,7 @@ def make_request(
     priority: int = 0,
     arrival: float = 0.0,
     deadline: float | None = None,
-    **params: object,
+    **params: Any,
 ) -> EngineRequest:
     """A request with a new id. `prompt` may be a length; `params` are SamplingParams' (seed 1, greedy)."""
     tokens = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)

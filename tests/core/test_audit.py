@@ -9,7 +9,7 @@ import pytest
 from fakes import FULL, make_engine, make_request, window_group
 from noria.core.audit import AuditError
 from noria.core.engine import Engine
-from noria.core.sequence import State
+from noria.core.sequence import Sequence, State
 from noria.kv.cache import Table
 
 
@@ -23,7 +23,7 @@ def busy() -> Engine:
     return engine
 
 
-def first(engine: Engine):
+def first(engine: Engine) -> Sequence:
     return next(iter(engine.scheduler.running))
 
 

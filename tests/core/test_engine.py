@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fakes import FULL, Collector, ConstantRunner, FakeClock, FakeRunner, alone, make_engine, make_request, run, window_group
-from noria.core.engine import EngineDead
+from noria.core.engine import Engine, EngineDead
 from noria.core.queue import QueueFull
 from noria.core.sequence import State
+from noria.models.spec import LayerGroup
 from noria.types import FinishReason, NoriaError, Phase, RequestError, SequenceOutput
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-def constant(**settings: object):
+def constant(**settings: Any) -> tuple[Engine, FakeRunner]:
     """An engine that samples token 7 for ever."""
     return make_engine(runner=ConstantRunner((FULL,), 65), **settings)
 
@@ -171,7 +174,7 @@ def test_blocks_in_flight_are_freed_only_when_the_step_is_back() -> None:
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, window_group(20))], ids=["full", "window"])
 @pytest.mark.parametrize("length", [32, 40])
 @pytest.mark.parametrize("caching", [True, False])
-def test_choices_share_one_prefill_and_diverge(depth: int, groups: tuple, length: int, caching: bool) -> None:
+def test_choices_share_one_prefill_and_diverge(depth: int, groups: tuple[LayerGroup, ...], length: int, caching: bool) -> None:
     """Red when the prompt is computed for each choice, or the partial block is shared."""
     engine, runner = make_engine(groups, 100, async_depth=depth, enable_prefix_caching=caching)
     request = make_request(length, max_tokens=20, n=4, temperature=1.0, logprobs=0)
@@ -299,6 +302,9 @@ def test_a_prompt_that_can_never_be_served_is_refused() -> None:
     engine.add(make_request(64, max_tokens=0))
     with pytest.raises(RequestError, match="empty"):
         engine.add(make_request([]))
+    for token in (-1, 2**31):
+        with pytest.raises(RequestError, match="vocabulary"):
+            engine.add(make_request([1, token]))
 
 
 def test_an_engine_without_room_for_a_block_is_refused() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from random import Random
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -41,6 +44,10 @@ class Traffic(RuleBasedStateMachine):
 
     weak_keys = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = ExitStack()
+
     @initialize(
         kind=st.sampled_from(sorted(GROUPS)),
         blocks=st.integers(8, 40),
@@ -66,7 +73,9 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         if self.weak_keys:
             kind, caching = "full", True
-            noria.kv.cache.block_key = lambda parent, packed: block_key(parent, packed)[:1]
+            self.patches.enter_context(
+                patch.object(noria.kv.cache, "block_key", lambda parent, packed: block_key(parent, packed)[:1])
+            )
         self.kind = kind
         self.clock = FakeClock()
         groups: tuple[LayerGroup, ...] = GROUPS[kind]
@@ -113,7 +122,7 @@ class Traffic(RuleBasedStateMachine):
         priority: int,
         stops: set[int],
         timeout: float | None,
-        **params: object,
+        **params: Any,
     ) -> None:
         request = make_request(
             [*TREE[branch][:shared], *tail],
@@ -162,11 +171,9 @@ class Traffic(RuleBasedStateMachine):
             assert self.runner.plans[-1].num_tokens <= self.budget
 
     def teardown(self) -> None:
-        try:
+        with self.patches:
             if hasattr(self, "engine"):
                 self._finish()
-        finally:
-            noria.kv.cache.block_key = block_key
 
     def _finish(self) -> None:
         work = sum((len(r.prompt) + 150) * r.params.n for r in self.requests.values())
@@ -231,7 +238,7 @@ def test_crowded_engine(kind: str, depth: int, policy: str) -> None:
             scheduling_policy=policy,
         )
         engine.scheduler.growth.peak = lambda running: 0  # type: ignore[method-assign]
-        requests = []
+        requests: list[EngineRequest] = []
         collector = Collector()
         while len(requests) < 40 or engine.has_work:
             if len(requests) < 40 and len(engine.queue) < 12:

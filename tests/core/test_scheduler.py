@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fakes import FULL, Collector, FakeRunner, make_engine, make_request, run, window_group
 from noria.core.engine import Engine
 from noria.core.plan import StepPlan
 from noria.core.sequence import Sequence
-from noria.types import FinishReason, Phase
+from noria.types import EngineRequest, FinishReason, Phase
 
 
 def without_watermark(engine: Engine) -> None:
@@ -104,19 +106,21 @@ def test_the_watermark_keeps_room_for_growth() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
-    """Red when freed memory goes to a newcomer at once."""
-    engine, runner = make_engine(num_blocks=9, enable_prefix_caching=False)
+    """Red when freed memory goes to a newcomer at once: here the urgent one would fit as soon as the victim is out."""
+    engine, runner = make_engine(
+        num_blocks=9, max_num_batched_tokens=128, enable_prefix_caching=False, scheduling_policy="priority"
+    )
     without_watermark(engine)
-    for i in range(6):
-        engine.add(make_request([i] * 16, max_tokens=60))
-    seen = 0
-    while engine.has_work:
-        before = engine.stats().preemptions
-        engine.step()
-        if engine.stats().preemptions > before:
-            seen += 1
-            assert not runner.plans[-1].new_rows
-    assert seen
+    engine.add(make_request([1] * 30, max_tokens=30))
+    engine.add(make_request([2] * 90, max_tokens=5, priority=1))
+    steps(engine, 1)
+    engine.add(make_request([3] * 10, max_tokens=5))
+    while not engine.stats().preemptions:
+        steps(engine, 1)
+    assert not runner.plans[-1].new_rows
+    steps(engine, 1)
+    assert admitted(runner.plans[-1:]) == [10]
+    run(engine)
 
 
 def test_a_big_request_neither_starves_nor_blocks_for_ever() -> None:
@@ -165,7 +169,7 @@ def victims(engine: Engine, sequences: list[Sequence]) -> list[Sequence]:
     return order
 
 
-def start(engine: Engine, *prompts: list[int], priorities: tuple[int, ...] = (0, 0, 0), **params: object) -> list[Sequence]:
+def start(engine: Engine, *prompts: list[int], priorities: tuple[int, ...] = (0, 0, 0), **params: Any) -> list[Sequence]:
     for prompt, priority in zip(prompts, priorities, strict=False):
         engine.add(make_request(prompt, priority=priority, **params))
     while engine.stats().running < len(prompts):
@@ -247,7 +251,7 @@ def test_depth_one_skips_a_row_whose_blocks_are_only_in_flight() -> None:
 # Producer marks
 
 
-def identical(count: int, length: int = 100, **params: object) -> list:
+def identical(count: int, length: int = 100, **params: Any) -> list[EngineRequest]:
     return [make_request(length, **params) for _ in range(count)]
 
 

@@ -27,7 +27,13 @@ SHAPES = {
 }
 by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 LENGTH = 613  # three splits, the last not full
-POISONS = {"nan": 0x7FC07FC0, "infinity": 0x7F807F80, "minus-infinity": 0xFF80FF80, "garbage": 0xDEADBEEF, "f32-nan": 0x7FC00001}
+POISONS = {
+    "nan": 0x7FC07FC0,
+    "infinity": 0x7F807F80,
+    "minus-infinity": 0xFF80FF80,
+    "garbage": 0xDEADBEEF,
+    "f32-nan": 0x7FC00001,
+}
 
 
 def exact(qkv: F32, shape: Shape) -> F32:
@@ -83,7 +89,10 @@ def test_tiers_and_threads_give_the_same_bits(shape: Shape) -> None:
     reference = AttentionRig(shape).sequence(qkv, [LENGTH])
     for tier in TIERS:
         for threads in (1, 2, 3):
-            assert same_bits(AttentionRig(shape, tier=tier, threads=threads).sequence(qkv, [LENGTH]), reference), (tier, threads)
+            assert same_bits(AttentionRig(shape, tier=tier, threads=threads).sequence(qkv, [LENGTH]), reference), (
+                tier,
+                threads,
+            )
 
 
 @by_shape
@@ -129,7 +138,8 @@ def test_a_sequence_alone_and_in_a_batch(tier: str) -> None:
             rows = [Row(int(i), done[i], count) for i, count in zip(picked, counts, strict=True)]
             if not rows:
                 continue
-            for i, row, out in zip(picked, rows, rig.step(rows, [sequences[r.slot][r.start : r.start + r.count] for r in rows]), strict=True):
+            chunks = [sequences[r.slot][r.start : r.start + r.count] for r in rows]
+            for i, row, out in zip(picked, rows, rig.step(rows, chunks), strict=True):
                 outs[i].append(out)
                 done[i] += row.count
         for out, expected in zip(outs, alone, strict=True):

@@ -38,6 +38,17 @@ def test_late_workers_do_no_harm() -> None:
         assert (tiles_run, order_errors) == (20 * (8 + 2) * 4, 0)
 
 
+def test_late_workers_claim_nothing_of_an_op_that_their_step_skips() -> None:
+    """An op without tiles in every other step, as those of the logits are while a prompt is prefilled in chunks.
+
+    Red when such an op's gate is not closed for the step: a late worker then finds the next step's tiles behind it.
+    """
+    pool = _native.Pool(6)
+    for _ in range(20):
+        tiles_run, order_errors, _ = _native.probe_pool(pool, steps=400, ops=9, tiles=4, work=20, gap=4)
+        assert (tiles_run, order_errors) == (400 * 8 * 4 + 200 * 4, 0)
+
+
 @by_threads
 def test_an_exception_in_a_tile_ends_the_step(threads: int) -> None:
     """Red when a throwing tile deadlocks the pool, is swallowed, or spoils the next step."""

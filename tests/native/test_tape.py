@@ -108,7 +108,7 @@ def test_a_refused_step_leaves_the_tape_usable() -> None:
         ({"positions": np.zeros(40, np.int32)}, ValueError, "ascend"),
         ({"row_offsets": np.array([0, 39], np.int32)}, ValueError, "cover"),
         ({"logit_rows": np.array([40], np.int32)}, ValueError, "logit_rows"),
-        ({"block_tables": ()}, (ValueError), "block tables"),
+        ({"block_tables": ()}, ValueError, "block tables"),
         ({"block_tables": (np.ones((4, 3), np.int32),)}, TypeError, "width"),
     ]
     for change, kind, message in bad:

@@ -88,7 +88,8 @@ class FakeEngine:
     def step(self) -> list[SequenceOutput]:
         time.sleep(self._delay)
         now = time.monotonic()
-        late = [r.request_id for r in self._requests() if r.deadline is not None and now >= r.deadline]
+        timeout = self._config.request_timeout_s
+        late = [r.request_id for r in self._requests() if timeout is not None and now >= r.arrival + timeout]
         outputs = self._end(late, FinishReason.TIMEOUT)
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             request = self._waiting.pop(0)

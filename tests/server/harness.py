@@ -18,11 +18,13 @@ from typing import Any
 
 import msgspec
 
+import noria
 from noria.config import EngineConfig, ServeConfig
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE.parents[1] / "src"
+PACKAGES = Path(noria.__file__).resolve().parents[1]  # where this process has noria from: the same one is served
 START_S = 60.0
+CONTEXT = 2048  # tokens, of the servers with a real engine
 
 
 def strict_json(data: bytes | str) -> Any:
@@ -40,7 +42,7 @@ class RunningServer:
     def __init__(self, command: list[str], *, model: str, key: str | None = None, log: Path | None = None) -> None:
         self.model = model
         self.key = key
-        path = os.pathsep.join([str(SOURCE), str(HERE), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(PACKAGES), str(HERE), os.environ.get("PYTHONPATH", "")])
         self._log = (log or Path(os.devnull)).open("wb") if log else subprocess.PIPE
         self.log_path = log
         self.process = subprocess.Popen(
@@ -182,10 +184,11 @@ class RunningServer:
         assert got == status, (got, out)
         return check_error(out, param=param)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric's samples; with `label`, of those that have it."""
         _, text = self.call("/metrics")
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(name + r"[ {]", line))
+        lines = [line for line in text.splitlines() if re.match(name + r"[ {]", line) and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def hangup(self, path: str, body: dict[str, Any], *, after: int = 0, wait: float = 0.0) -> None:
         """Send a request, read `after` bytes of the reply, wait, and drop the connection."""

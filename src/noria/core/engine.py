@@ -136,7 +136,7 @@ class Engine:
             raise RequestError("the server is shutting down: send the request to another one", code="draining", status=503)
         if request.request_id in self.records or request.params.seed is None:
             raise ValueError("a request needs an id that is not in use and a seed: both are the shell's to choose")
-        self._check_length(request)
+        self._check_prompt(request)
         self.queue.check_room(len(self.scheduler.free_rows))
         now = self._clock()
         start = min(request.arrival or now, now)
@@ -386,10 +386,12 @@ class Engine:
             _, request_id = heapq.heappop(self._deadlines)
             self._outputs += self._end(request_id, FinishReason.TIMEOUT, now)
 
-    def _check_length(self, request: EngineRequest) -> None:
+    def _check_prompt(self, request: EngineRequest) -> None:
         length, most = len(request.prompt), self.max_model_len
         if not length:
             raise RequestError("the prompt is empty: give it at least one token", param="prompt")
+        if min(request.prompt) < 0 or max(request.prompt) >= 2**31:
+            raise RequestError("a token id of the prompt is not in the vocabulary", param="prompt")
         if length + (request.params.max_tokens != 0) > most:
             raise RequestError(
                 f"the prompt has {length} tokens, and at most {most} of prompt and output are served: shorten the prompt",

@@ -55,10 +55,13 @@ class WaitingQueue:
 
     def check_room(self, free_rows: int) -> None:
         """Raise QueueFull if one more request would wait beyond the limit; the next `free_rows` of them hardly wait."""
-        if len(self._order) - free_rows >= self._limit:
+        if len(self._order) - free_rows < self._limit:
+            return
+        waiting = sum(1 for sequence in self._order if sequence.cached_tokens < 0)  # not those that were in already
+        if waiting - free_rows >= self._limit:
             low, high = _RETRY_S
-            half = self._interval * len(self._order) / 2  # by then half of the queue is served
-            raise QueueFull(len(self._order), min(max(half, low), high))
+            half = self._interval * waiting / 2  # by then half of the queue is served
+            raise QueueFull(waiting, min(max(half, low), high))
 
     def finished(self, now: float) -> None:
         """A request finished: what the estimate of QueueFull learns from."""

@@ -92,7 +92,6 @@ class KVCache:
         self.dirty: dict[Table, None] = {}  # tables with edits that the runner has yet to learn
         self._model_tag = model_tag
         self._max_chunk = max_chunk
-        self._roots: dict[str, bytes] = {}
 
     def table(self, salt: str) -> Table:
         """An empty table for a sequence of the tenant named by `salt`."""

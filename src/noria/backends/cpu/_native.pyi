@@ -139,8 +139,9 @@ def probe_pool(
     work: int = 0,
     slow_tile: int = -1,
     bad_tile: int = -1,
+    gap: int = -1,
 ) -> tuple[int, int, float]:
-    """(tiles run, order errors, seconds)"""
+    """(tiles run, order errors, seconds); the op `gap` has tiles in even steps only."""
 
 def map(tier: str, function: str, x: int, y: int, count: int) -> None: ...
 def noise(tier: str, seed: int, position: int, stream: int, noise: int, count: int) -> None: ...

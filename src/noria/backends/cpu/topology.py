@@ -11,7 +11,7 @@ SYSTEM = Path("/")
 
 def usable_threads(root: Path = SYSTEM) -> int:
     """At least 1. `root` stands for the file system's root in tests."""
-    return max(1, min(physical_cores(_allowed_cpus(), root), int(cpu_quota(root))))
+    return max(1, int(min(physical_cores(_allowed_cpus(), root), cpu_quota(root))))
 
 
 def _allowed_cpus() -> list[int]:
