@@ -39,7 +39,7 @@ struct Bf16Cache {
   static Lanes lanes(const Value* p) { return load_pairs(p); }
   static Lanes broadcast(const Value* p) { return set1_pair(load_u32(p)); }
   static vf16 multiply_add(Lanes a, Lanes b, vf16 acc) { return dot_pairs(acc, a, b); }
-  static void put(Value* p, vf16 x) { store_u16(p, to_bf16(x)); }
+  static void put(Value* p, vf16 x) { store_bf16(p, x); }
 };
 
 struct F32Cache {
@@ -287,7 +287,7 @@ template <class C> class AttentionTile {
     const vf16 most = set1(s_.split_max[v]);
     vf16 sum = zero();
     for (int b = first_block; b <= last_block; ++b) {
-      const vf16 value = select(visible(b), exp(load(scores + b * 16) - most), zero());
+      const vf16 value = select(visible(b), exp_not_positive(load(scores + b * 16) - most), zero());
       C::put(e + b * 16, value);
       sum = sum + value;
     }
@@ -350,7 +350,7 @@ template <class C> class AttentionTile {
       return;
     }
     const float most = s_.max[v] > split_max ? s_.max[v] : split_max;
-    const vf16 before = exp(set1(s_.max[v] - most)), now = exp(set1(split_max - most));
+    const vf16 before = exp_not_positive(set1(s_.max[v] - most)), now = exp_not_positive(set1(split_max - most));
     for (int64_t d = 0; d < dim_; d += 16) store(acc + d, fma(load(acc + d), before, load(split_acc + d) * now));
     float lanes[16];
     store(lanes, fma(set1(s_.sum[v]), before, set1(split_sum) * now));

@@ -11,9 +11,9 @@ inline void write_token_bf16(const float* k, const float* v, int offset, int64_t
   uint16_t* const value_lane = value_block + (offset / 2) * dim * 2 + offset % 2;
   for (int64_t d = 0; d < dim; d += 16) {
     uint16_t rounded[16];
-    store_u16(rounded, to_bf16(load(k + d)));
+    store_bf16(rounded, load(k + d));
     for (int i = 0; i < 16; i += 2) std::memcpy(key_lane + (d + i) / 2 * 32, rounded + i, 4);
-    store_u16(rounded, to_bf16(load(v + d)));
+    store_bf16(rounded, load(v + d));
     for (int i = 0; i < 16; ++i) value_lane[(d + i) * 2] = rounded[i];
   }
 }

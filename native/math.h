@@ -13,6 +13,18 @@ inline vf16 with_sign_of(vf16 magnitude, vf16 x) {
   return bits_to_float(float_to_bits(magnitude) | (float_to_bits(x) & set1_i32(INT32_MIN)));
 }
 
+// e^(x - n ln 2), for a result near 1.
+inline vf16 exp_reduced(vf16 x, vf16 n) {
+  const vf16 r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
+  vf16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  return fma(p, r * r, r) + set1(1.0f);
+}
+
 // e^x, about 1 ulp. Below -86.6 the result is +0 (it would be denormal or nearly so), above 88.72 infinity.
 //
 //   x = n ln 2 + r,  |r| <= ln 2 / 2,   e^x = 2^n e^r;   2^n is applied as 2 * 2^(n - 1), so that n = 128 does not overflow
@@ -20,24 +32,17 @@ inline vf16 exp(vf16 x) {
   const vf16 lowest = set1(-86.6f), highest = set1(88.72283f);
   const vf16 bounded = min(highest, max(lowest, x));  // NaN stays NaN: min and max return their second operand
   const vi16 n = to_int(bounded * set1(1.44269504f));
-  const vf16 nf = to_float(n);
-  const vf16 r = fma(nf, set1(2.12194440e-4f), fma(nf, set1(-0.693359375f), bounded));
-  vf16 p = set1(1.9875691500e-4f);
-  p = fma(p, r, set1(1.3981999507e-3f));
-  p = fma(p, r, set1(8.3334519073e-3f));
-  p = fma(p, r, set1(4.1665795894e-2f));
-  p = fma(p, r, set1(1.6666665459e-1f));
-  p = fma(p, r, set1(5.0000001201e-1f));
-  p = fma(p, r * r, r) + set1(1.0f);
   const vf16 half_scale = bits_to_float(shift_left<23>(n + set1_i32(126)));
-  const vf16 y = p * half_scale * set1(2.0f);
+  const vf16 y = exp_reduced(bounded, to_float(n)) * half_scale * set1(2.0f);
   return select(less(x, lowest), zero(), select(less(highest, x), set1(kInfinity), y));
 }
 
-inline float exp_scalar(float x) {
-  float lanes[16];
-  store(lanes, exp(set1(x)));
-  return lanes[0];
+// The same bits as exp for x <= 0 (and NaN), with less work: what softmax needs.
+inline vf16 exp_not_positive(vf16 x) {
+  const vf16 lowest = set1(-86.6f), bounded = max(lowest, x);
+  const vi16 n = to_int(bounded * set1(1.44269504f));
+  const vf16 y = exp_reduced(bounded, to_float(n)) * bits_to_float(shift_left<23>(n + set1_i32(127)));
+  return select(less(x, lowest), zero(), y);
 }
 
 // Natural logarithm, about 1 ulp. log(0) = -inf (denormals count as 0), log(inf) = inf, negative: NaN.

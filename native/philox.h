@@ -13,32 +13,28 @@ struct NoiseKey {
   int32_t stream;
 };
 
-// words[w][i]: word w of the counter whose last part is quads[i]. Plain loops over 16: every compiler makes vectors of them.
-inline void philox16(const NoiseKey& key, const uint32_t* quads, uint32_t (&words)[4][16]) {
-  constexpr uint64_t kFirst = 0xD2511F53u, kSecond = 0xCD9E8D57u;
-  auto& [c0, c1, c2, c3] = words;
+// Word w of the output for sixteen counters that end in `quads`, to words[w].
+inline void philox16(const NoiseKey& key, vi16 quads, vi16 (&words)[4]) {
+  const auto lanes = [](uint64_t x) { return set1_i32(static_cast<int32_t>(static_cast<uint32_t>(x))); };
+  const vi16 first = lanes(0xD2511F53u), second = lanes(0xCD9E8D57u);
   const auto position = static_cast<uint64_t>(key.position);
-  for (int i = 0; i < 16; ++i) {
-    c0[i] = static_cast<uint32_t>(position);
-    c1[i] = static_cast<uint32_t>(position >> 32);
-    c2[i] = static_cast<uint32_t>(key.stream);
-    c3[i] = quads[i];
-  }
+  vi16 c0 = lanes(position), c1 = lanes(position >> 32), c2 = set1_i32(key.stream), c3 = quads;
   auto k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
-  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
-    for (int i = 0; i < 16; ++i) {
-      const uint64_t a = kFirst * c0[i], b = kSecond * c2[i];
-      const uint32_t n0 = static_cast<uint32_t>(b >> 32) ^ c1[i] ^ k0, n2 = static_cast<uint32_t>(a >> 32) ^ c3[i] ^ k1;
-      c0[i] = n0;
-      c1[i] = static_cast<uint32_t>(b);
-      c2[i] = n2;
-      c3[i] = static_cast<uint32_t>(a);
-    }
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    vi16 low0, high0, low1, high1;
+    multiply_u32(c0, first, low0, high0);
+    multiply_u32(c2, second, low1, high1);
+    c0 = high1 ^ c1 ^ lanes(k0);
+    c1 = low1;
+    c2 = high0 ^ c3 ^ lanes(k1);
+    c3 = low0;
+  }
+  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
 // -log(-log u) with u = (word + 1/2) / 2^32. Near u = 1, where float32 has no digits for it, -log u is a series in v = 1 - u.
 inline vf16 gumbel(vi16 word) {
-  const vi16 inverted = set1_i32(-1) - word;  // all bits flipped
+  const vi16 inverted = word ^ set1_i32(-1);
   const auto fraction = [](vi16 w) {  // (w + 1/2) / 2^32 for unsigned w, rounded twice at most
     const vf16 number = fma(to_float(shift_right<16>(w)), set1(65536.0f), to_float(w & set1_i32(0xffff)));
     return fma(number, set1(0x1p-32f), set1(0x1p-33f));
@@ -54,21 +50,24 @@ constexpr float kMostNoise = 22.9f;  // above -log(2^-33)
 
 // Noise of tokens 64 g .. 64 g + 63.
 inline void noise64(const NoiseKey& key, int64_t g, float* noise) {
-  uint32_t quads[16], words[4][16], in_order[64];
-  for (int i = 0; i < 16; ++i) quads[i] = static_cast<uint32_t>(16 * g + i);
-  philox16(key, quads, words);
-  for (int i = 0; i < 16; ++i)
-    for (int w = 0; w < 4; ++w) in_order[4 * i + w] = words[w][i];
-  for (int i = 0; i < 64; i += 16) store(noise + i, gumbel(load_i32(reinterpret_cast<const int32_t*>(in_order) + i)));
+  alignas(64) int32_t quads[16];
+  for (int i = 0; i < 16; ++i) quads[i] = static_cast<int32_t>(16 * g + i);
+  vi16 words[4];
+  philox16(key, load_i32(quads), words);
+  for (int w = 0; w < 4; ++w) {
+    float of_word[16];
+    store(of_word, gumbel(words[w]));
+    for (int i = 0; i < 16; ++i) noise[4 * i + w] = of_word[i];
+  }
 }
 
 // Noise of any 16 tokens.
 inline void noise16(const NoiseKey& key, const int32_t* tokens, float* noise) {
-  uint32_t quads[16], words[4][16];
-  int32_t own[16];
-  for (int i = 0; i < 16; ++i) quads[i] = static_cast<uint32_t>(tokens[i]) / 4;
-  philox16(key, quads, words);
-  for (int i = 0; i < 16; ++i) own[i] = static_cast<int32_t>(words[tokens[i] % 4][i]);
+  vi16 words[4];
+  philox16(key, shift_right<2>(load_i32(tokens)), words);
+  int32_t of_word[4][16], own[16];
+  for (int w = 0; w < 4; ++w) store_i32(of_word[w], words[w]);
+  for (int i = 0; i < 16; ++i) own[i] = of_word[tokens[i] % 4][i];
   store(noise, gumbel(load_i32(own)));
 }
 

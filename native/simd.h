@@ -57,6 +57,12 @@ inline vi16 operator+(vi16 a, vi16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline vi16 operator-(vi16 a, vi16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline vi16 operator&(vi16 a, vi16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline vi16 operator|(vi16 a, vi16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline vi16 operator^(vi16 a, vi16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline void multiply_u32(vi16 a, vi16 b, vi16& low, vi16& high) {  // 64-bit products of unsigned lanes
+  const __m512i even = _mm512_mul_epu32(a.v, b.v), odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), _mm512_srli_epi64(b.v, 32));
+  low.v = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  high.v = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+}
 template <int N>
 inline vi16 shift_left(vi16 a) {
   return {_mm512_slli_epi32(a.v, N)};
@@ -152,6 +158,16 @@ inline vi16 operator+(vi16 a, vi16 b) { return {_mm256_add_epi32(a.lo, b.lo), _m
 inline vi16 operator-(vi16 a, vi16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline vi16 operator&(vi16 a, vi16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 inline vi16 operator|(vi16 a, vi16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline vi16 operator^(vi16 a, vi16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+inline void multiply_u32(__m256i a, __m256i b, __m256i& low, __m256i& high) {
+  const __m256i even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+inline void multiply_u32(vi16 a, vi16 b, vi16& low, vi16& high) {
+  multiply_u32(a.lo, b.lo, low.lo, high.lo);
+  multiply_u32(a.hi, b.hi, low.hi, high.hi);
+}
 template <int N>
 inline vi16 shift_left(vi16 a) {
   return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)};
@@ -330,6 +346,17 @@ inline vi16 operator|(vi16 a, vi16 b) {
   NORIA_EACH a.v[i] |= b.v[i];
   return a;
 }
+inline vi16 operator^(vi16 a, vi16 b) {
+  NORIA_EACH a.v[i] ^= b.v[i];
+  return a;
+}
+inline void multiply_u32(vi16 a, vi16 b, vi16& low, vi16& high) {
+  NORIA_EACH {
+    const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(a.v[i])) * static_cast<uint32_t>(b.v[i]);
+    low.v[i] = static_cast<int32_t>(static_cast<uint32_t>(product));
+    high.v[i] = static_cast<int32_t>(static_cast<uint32_t>(product >> 32));
+  }
+}
 template <int N>
 inline vi16 shift_left(vi16 a) {
   NORIA_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N);
@@ -479,6 +506,7 @@ inline float from_bf16(uint16_t h) {
 struct bf16x32 {
   __m512bh v;
 };
+inline void store_bf16(uint16_t* p, vf16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v)); }
 inline bf16x32 load_pairs(const uint16_t* p) {
   const __m512i x = _mm512_loadu_si512(p);
   return {(__m512bh)x};
@@ -493,6 +521,7 @@ inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) { return {_mm512_dpbf16_ps
 struct bf16x32 {
   vi16 v;
 };
+inline void store_bf16(uint16_t* p, vf16 a) { store_u16(p, to_bf16(a)); }  // sixteen values, rounded as to_bf16 does
 inline bf16x32 load_pairs(const uint16_t* p) { return {load_i32(reinterpret_cast<const int32_t*>(p))}; }
 inline bf16x32 set1_pair(uint32_t pair) { return {set1_i32(static_cast<int32_t>(pair))}; }
 inline vf16 dot_pairs(vf16 acc, bf16x32 a, bf16x32 b) {

@@ -91,11 +91,23 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
 
 def test_what_running_prompts_still_need_is_not_promised_twice() -> None:
     """Red when free blocks are counted without those that admitted prompts have yet to take."""
-    engine, _ = make_engine(num_blocks=11, max_num_batched_tokens=16, enable_prefix_caching=False)
+    engine, _ = make_engine(num_blocks=11, long_prefill_token_threshold=8, enable_prefix_caching=False)
     without_watermark(engine)
     collector = run(engine, *(make_request(range(i, i + 90), max_tokens=1) for i in range(4)))
     assert engine.stats().preemptions == 0
     assert all(choice.finish_reason is FinishReason.LENGTH for choice in collector.choices.values())
+
+
+def test_blocks_that_others_hold_anyway_need_no_room() -> None:
+    """Red when admission counts a shared prefix as new memory."""
+    engine, _ = make_engine(num_blocks=11, max_num_batched_tokens=128)
+    without_watermark(engine)
+    engine.add(make_request(100, max_tokens=10))
+    steps(engine, 1)
+    engine.add(make_request([*range(1, 97), 0, 0], max_tokens=10))
+    steps(engine, 1)
+    assert engine.stats().running == 2
+    run(engine)
 
 
 def test_the_watermark_keeps_room_for_growth() -> None:

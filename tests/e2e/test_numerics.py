@@ -127,7 +127,7 @@ def circumstances(trial: int, tiers: Sequence[str], size: Scale = SHORT, **fixed
         others.append(
             EngineRequest(
                 request_id=request_id,
-                prompt=SHARED[:shared] + prompt(rng, rng.randrange(1, 45)),
+                prompt=SHARED[:shared] + prompt(rng, rng.randrange(1, size.max_len * 5 // 16)),
                 params=SamplingParams(
                     n=rng.choice((1, 1, 1, 3)),
                     temperature=rng.choice((0.0, 1.0)),
@@ -149,8 +149,8 @@ def circumstances(trial: int, tiers: Sequence[str], size: Scale = SHORT, **fixed
         prefix_caching=rng.random() < 0.8,
         policy=rng.choice(("fcfs", "priority", "priority")),
         depth=rng.choice((0, 0, 1)),
-        threads=rng.choice((1, 2, 3)),
-        tier=rng.choice(list(tiers)),
+        threads=1 + trial % 3,
+        tier=tiers[trial % len(tiers)],
         arrivals=tuple(sorted(arrivals, key=lambda a: a[0])),
         **fixed,
     )
@@ -265,7 +265,7 @@ def test_long_sequences_too(family: str, format_name: str, kv_dtype: str) -> Non
     """Red when the splits of attention over 256 keys move with the chunk, or are joined in another order."""
     loaded = tiny.random_model(FAMILIES[family], format_name)
     expected = alone(loaded, on_cpu, LONG, kv_dtype=kv_dtype)
-    for trial in range(20, 25):
+    for trial in range(6):
         given = circumstances(trial, TIERS, LONG, kv_dtype=kv_dtype)
         assert run(loaded, on_cpu, given).transcripts == expected, given
 
@@ -273,11 +273,10 @@ def test_long_sequences_too(family: str, format_name: str, kv_dtype: str) -> Non
 def test_the_trials_reach_what_they_are_meant_to() -> None:
     """Red when the trials above no longer preempt needles or hit the cache: then they would prove less than they say."""
     loaded = tiny.random_model(tiny.GEMMA_SHAPE, "q8")
-    for size, trials in ((SHORT, range(8)), (LONG, range(20, 25))):
+    for size, trials, preemptions in ((SHORT, range(8), 3), (LONG, range(6), 1)):
         runs = [run(loaded, lambda given: CostBackend(), circumstances(trial, TIERS, size)) for trial in trials]
-        assert sum(r.preemptions for r in runs) >= 3
-        assert sum(r.cached_tokens for r in runs) >= 64
-    assert {circumstances(trial, TIERS).tier for trial in range(8)} == set(TIERS)
+        assert sum(r.preemptions for r in runs) >= preemptions
+        assert sum(r.cached_tokens for r in runs) >= size.shared
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 import tiny
 from noria.assembly import build_engine
 from noria.backends.base import Backend
@@ -36,8 +37,9 @@ MODELS = ("smollm2-135m", "gemma3-270m")
 TOKENS = 2000
 CHUNK = 100
 
-# Mean KL(reference || native), nats a token. What was measured, and half as much again: int8 activations and a bf16 cache.
-MEAN_KL_BOUND = {"smollm2-135m": 0.02, "gemma3-270m": 0.02}
+# Mean KL(reference || native), nats a token: about twice what was measured (0.0030 and 0.0022), which is what int8 activations
+# and a bf16 cache cost.
+MEAN_KL_BOUND = {"smollm2-135m": 0.006, "gemma3-270m": 0.005}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def model(request: pytest.FixtureRequest) -> RealModel:
 
 def real_text(tokenizer: Tokenizer) -> list[int]:
     """The first tokens of Python's own language reference."""
-    text = "\n".join(topics[name] for name in ("classes", "exceptions", "objects", "naming", "import", "function"))
+    text = "\n".join(topics.values())[: 8 * TOKENS]
     ids = tokenizer.encode(text, add_special_tokens=True, parse_special=False)
     assert len(ids) >= TOKENS
     return ids[:TOKENS]
@@ -89,7 +91,9 @@ def test_native_kernels_against_float32(model: RealModel) -> None:
     """
     tokens = real_text(model.tokenizer)
     margins, agree, squares, divergence = [], [], [], []
-    pairs = zip(teacher_forced(model, TorchBackend(), tokens), teacher_forced(model, CpuBackend(), tokens), strict=True)
+    pairs = zip(
+        teacher_forced(model, TorchBackend(), tokens), teacher_forced(model, CpuBackend(threads=2), tokens), strict=True
+    )
     for reference, native in pairs:
         best = np.partition(reference, -2, axis=1)[:, -2:]
         margins.append(best[:, 1] - best[:, 0])
@@ -134,7 +138,7 @@ GGUF_NAMES = {  # parameter of a layer: the tensors of the file, in order
 
 
 def test_packed_weights_are_those_of_the_file(model: RealModel) -> None:
-    """Red when a type is unpacked wrongly, a row is misplaced, or a scale loses a bit: every value is equal, by the `gguf` package."""
+    """Red when a type is unpacked wrongly, a row is misplaced, or a scale loses a bit. The `gguf` package is the reference."""
     spec = model.loaded.spec
     file = {tensor.name: tensor for tensor in gguf.GGUFReader(model.path).tensors}
     types: dict[str, int] = {}
@@ -172,7 +176,7 @@ def test_packed_weights_are_those_of_the_file(model: RealModel) -> None:
 
 def test_greedy_text_is_sensible(model: RealModel) -> None:
     """Red when a fault that small random models do not show turns the text into nonsense."""
-    built = build_engine(EngineConfig(model=str(model.path), max_model_len=256, max_num_seqs=2))
+    built = build_engine(EngineConfig(model=str(model.path), max_model_len=256, max_num_seqs=2, threads=2))
     prompt = tuple(model.tokenizer.encode("The capital of France is", add_special_tokens=True, parse_special=False))
     params = SamplingParams(temperature=0.0, max_tokens=24, seed=0)
     built.engine.add(EngineRequest(request_id=1, prompt=prompt, params=params, stop_ids=built.eos_ids))
@@ -181,4 +185,4 @@ def test_greedy_text_is_sensible(model: RealModel) -> None:
     built.engine.close()
     text = b"".join(model.tokenizer.bytes_of[t] for t in tokens).decode(errors="replace")
     print(f"\n{model.name}: The capital of France is{text!r}")
-    assert {"smollm2-135m": "Paris", "gemma3-270m": "city"}[model.name] in text
+    assert {"smollm2-135m": "Paris", "gemma3-270m": "France"}[model.name] in text

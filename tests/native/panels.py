@@ -15,7 +15,7 @@ from noria.backends.cpu import _native
 from noria.weights.formats import PANEL, WeightFormat, matrix_bytes, padded_inputs
 
 FORMATS = [WeightFormat(kind="f32"), WeightFormat(kind="bf16")] + [
-    WeightFormat(kind=kind, group=group, scale=scale, has_minimum=minimum)  # type: ignore[arg-type]
+    WeightFormat(kind=kind, group=group, scale=scale, has_minimum=minimum)
     for kind in ("q8", "q4")
     for group in (32, 16)
     for scale in ("f16", "f32")
@@ -95,9 +95,14 @@ def pack_codes(
         return padded.reshape(rows // PANEL, PANEL, values.shape[1])
 
     # [panel][column][group][quad][4] -> [panel][group][quad][column][4]
-    quads = panels(codes.astype(np.uint8)).reshape(-1, PANEL, k // fmt.group, fmt.group // 4, 4).transpose(0, 2, 3, 1, 4)
+    quads = (
+        panels(codes.astype(np.uint8))
+        .view(np.uint8)
+        .reshape(-1, PANEL, k // fmt.group, fmt.group // 4, 4)
+        .transpose(0, 2, 3, 1, 4)
+    )
     if fmt.kind == "q4":
-        quads = quads[:, :, :, :16] | quads[:, :, :, 16:] << 4
+        quads = quads[:, :, :, :16] | quads[:, :, :, 16:] << np.uint8(4)
     parts = [quads.reshape(rows // PANEL, k // fmt.group, -1)]
     scale_type = np.dtype("<f2" if fmt.scale == "f16" else "<f4")
     for vector in (scales, minima) if fmt.has_minimum else (scales,):

@@ -133,7 +133,7 @@ class AttentionRig:
         per_row = -(-self.max_len // BLOCK_SIZE)
         blocks = 1 + per_row * self.sequences
         block_bytes = 2 * s.kv_heads * BLOCK_SIZE * s.dim * (4 if s.f32 else 2)
-        memory = anonymous(blocks * block_bytes)
+        memory = anonymous(-(-blocks // 16) * 16 * block_bytes)  # whole shelves
         if self.poison is not None:
             memory.view(np.uint32)[:] = self.poison
         order = np.random.default_rng(self.seed).permutation(blocks - 1) + 1

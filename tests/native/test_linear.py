@@ -42,7 +42,8 @@ def fma(a: F32, b: F32, c: F32) -> F32:
     error = (product - (total - back)) + (addend - back)
     even = (total.view(np.int64) & 1) == 0
     toward = np.where(error > 0, np.inf, -np.inf)
-    return np.where((error != 0) & even, np.nextafter(total, toward), total).astype(np.float32)
+    rounded: F32 = np.where((error != 0) & even, np.nextafter(total, toward), total).astype(np.float32)
+    return rounded
 
 
 def quantized(x: F32) -> tuple[I32, F32]:
@@ -156,7 +157,7 @@ def test_a_value_that_is_not_finite_poisons_its_own_row(tier: str, poison: float
 def test_bf16_rounding_is_to_nearest_even(tier: str) -> None:
     """Red if the vector form truncates, keeps denormals, turns NaN into infinity or differs from the scalar remainder."""
     special = np.array([0.0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, 3.4e38], np.float32)
-    ties = (np.arange(0x3F800000, 0x3F840000, 0x4000, np.uint32)).view(np.float32)
+    ties = np.arange(0x3F800000, 0x3F840000, 0x4000).astype(np.uint32).view(np.float32)
     x = np.concatenate([special, ties, random_rows(1, 50)[0]])[None]
     x = np.ascontiguousarray(x[:, : x.shape[1] // 2 * 2 - 1])  # an odd number: one padding value
     pairs = _native.linear.round_bf16(tier, x)
@@ -194,7 +195,7 @@ def test_linear_is_close_to_exact_arithmetic(fmt: WeightFormat) -> None:
         seen = to_bf16(x).astype(np.float64)
     elif fmt.kind in ("q8", "q4"):
         codes, scales = quantized(x)
-        seen = codes * np.repeat(scales.astype(np.float64), 32, axis=1)
+        seen = codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)
     values = w.exact_values()
     error = np.abs(linear(BEST, x, w) - seen @ values.T)
     assert (error <= 3e-6 * (np.abs(seen) @ np.abs(values).T)).all()

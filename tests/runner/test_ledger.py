@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
+from noria.backends.cpu.backend import CpuBackend, CpuExecutable
 from noria.config import EngineConfig
 from noria.kv.cache import KVCache
 from noria.models import gemma, llama
@@ -131,4 +132,16 @@ def test_workspace_of_a_large_vocabulary_is_bounded() -> None:
     assert spec.vocab_size == tiny.VOCAB
     small = ledger(tiny.random_model(tiny.LLAMA_SHAPE, "q8"), max_num_batched_tokens=512)
     large = ledger(tiny.random_model(tiny.LLAMA_SHAPE | {"vocab_size": 64_000}, "q8"), max_num_batched_tokens=512)
-    assert large.workspace - small.workspace < 64_000 * 4 * 80
+    assert large.workspace - small.workspace < 1.5 * (17 << 20)
+
+
+@pytest.mark.parametrize("budget", [16, 64, 512])
+@pytest.mark.parametrize("shape", [tiny.LLAMA_SHAPE, tiny.GEMMA_SHAPE, tiny.LLAMA_SHAPE | {"vocab_size": 64_000}])
+def test_the_native_backend_stays_within_the_workspace(shape: dict[str, Any], budget: int) -> None:
+    """Red when the kernels' arena outgrows what the ledger says: memory would run out later."""
+    model = tiny.random_model(shape, "q8")
+    planned = ledger(model, max_num_batched_tokens=budget)
+    machine = tiny.Machine(model, CpuBackend(threads=2), max_tokens=budget)
+    assert isinstance(machine.executable, CpuExecutable)
+    assert machine.executable.workspace_bytes <= planned.workspace
+    machine.backend.close()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny
 
+import tiny
 from noria.backends.base import Drawn, StepInputs
 from noria.backends.cost.backend import CostBackend
 from noria.core.plan import NewRow, PlanRow, StepPlan
@@ -96,19 +96,18 @@ def test_an_empty_plan_still_edits_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    "plans",
+    "plan",
     [
-        [StepPlan(step=1, freed_rows=(0,))],
-        [StepPlan(step=1, new_rows=(new(0, (1,)), new(0, (2,))))],
-        [StepPlan(step=1, rows=(PlanRow(row=0, start=0, count=1, tokens=(), samples=1),))],
+        StepPlan(step=1, freed_rows=(0,)),
+        StepPlan(step=1, new_rows=(new(0, (1,)), new(0, (2,)))),
+        StepPlan(step=1, rows=(PlanRow(row=0, start=0, count=1, tokens=(), samples=1),)),
     ],
 )
-def test_a_plan_that_contradicts_the_tables_crashes(plans: list[StepPlan]) -> None:
+def test_a_plan_that_contradicts_the_tables_crashes(plan: StepPlan) -> None:
     """Red when the two halves may drift apart unnoticed."""
     runner, _ = make()
     with pytest.raises(AssertionError):
-        for plan in plans:
-            runner.launch(plan)
+        runner.launch(plan)
 
 
 def test_depth_0_runs_on_the_callers_thread_and_depth_1_beside_it() -> None:

@@ -72,7 +72,8 @@ class FakeEngine:
         self._finished: dict[str, int] = {}
 
     def add(self, request: EngineRequest) -> None:
-        if len(self._waiting) >= self._config.max_num_queued_reqs:
+        free_rows = self._config.max_num_seqs - len(self._running)
+        if len(self._waiting) - free_rows >= self._config.max_num_queued_reqs:
             raise QueueFull(len(self._waiting), 2.0)
         if len(request.prompt) == 3 and request.prompt == (1, 2, 3):
             raise RequestError("the fake engine refuses 1 2 3", param="prompt")
@@ -258,3 +259,9 @@ def faulty(config: EngineConfig, report: Report) -> Loaded:
 
     loaded.engine.step = step  # type: ignore[method-assign]
     return loaded
+
+
+def paced(config: EngineConfig, report: Report) -> Loaded:
+    """A step takes 10 ms: what a small model does."""
+    report(Located(path=config.model))
+    return Loaded(config, 0.01)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from noria.runner.build import LoadedModel
 
 PACKAGES = ("numpy", "msgspec", "pyzmq", "tokenizers", "jinja2", "orjson", "starlette", "uvicorn", "uvloop")
+NO_MODEL = "none"
 CONTEXT = 1024  # tokens before the one whose cost the op table shows
 
 Row = tuple[str, str]
@@ -28,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if a model could be served here, 1 if something that it needs is missing."""
-    model = arguments.model
-    arguments.model = model or "none"
+    without_model = arguments.model is None and arguments.config is None
+    if without_model:
+        arguments.model = NO_MODEL
     (config,) = settings(arguments, EngineConfig)
     assert isinstance(config, EngineConfig)
     code = 0
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         except NoriaError as error:
             _section(title, [("problem", str(error))])
             code = 1
-    if model is not None:
+    if not without_model:
         _model(config)
     return code
 

@@ -94,7 +94,7 @@ def settings(arguments: argparse.Namespace, *structs: type[msgspec.Struct]) -> t
     values = {**read_config(given["config"], names)} if "config" in given else {}
     values.update({name: given[name] for name in names if name in given})
     if "model" in names and "model" not in values:
-        raise ConfigError("which model? name one: noria serve smollm2-135m (noria pull lists what there is)")
+        raise ConfigError("which model? name one, such as smollm2-135m (noria list shows what there is)")
     return tuple(_convert(values, struct) for struct in structs)
 
 

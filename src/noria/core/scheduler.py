@@ -79,7 +79,7 @@ def bind(plan: StepPlan, late: Iterable[tuple[int, int]], before: tuple[RowResul
 
 
 class Scheduler:
-    """Owns which sequences run, their rows, and what the runner has yet to learn. Steps no clock: `now` is an argument."""
+    """Owns which sequences run, their rows, and what the runner has yet to learn. Reads no clock: `now` is an argument."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,21 +28,21 @@ Int64 = npt.NDArray[np.int64]
 Number = TypeVar("Number", np.int32, np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of draws of one row from consecutive logit rows."""
 
     row: int
     count: int
     logit_row: int  # of the first draw
     position: int  # of the first drawn token
-    stream: int
-    num_top: int
-    scored: bool
+    stream: int  # OWN_STREAM: the row's
+    scored: int  # 1: the tokens are known, and scored
 
 
-@dataclass(frozen=True, slots=True)
-class RowDraws:
+OWN_STREAM = -1
+
+
+class RowDraws(NamedTuple):
     """Where one PlanRow's draws are: [first, first + scored) are prompt logprobs, then `sampled` tokens."""
 
     first: int
@@ -56,7 +56,7 @@ class StepDraws:
 
     draws: Draws
     logit_rows: Int32
-    rows: tuple[RowDraws, ...]
+    rows: list[RowDraws]
 
 
 def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
@@ -65,42 +65,38 @@ def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
     places: list[RowDraws] = []
     wanted: list[tuple[int, int]] = []  # (first, count) runs of token indices
     logit_row = draw = 0
-    for planned, offset in zip(plan.rows, row_offsets[:-1].tolist(), strict=True):
-        scored, sampled = _scored_positions(planned, rows), planned.samples
-        first = draw
+    for planned, offset in zip(plan.rows, row_offsets.tolist(), strict=False):
+        row, start, end, sampled = planned.row, planned.start, planned.start + planned.count, planned.samples
+        first, scored = draw, 0
+        if planned.prompt_logprobs_from is not None:
+            begin, scored = _scored_positions(planned, rows)
         if scored:
-            begin = scored.start
-            top = rows.of(planned.row).prompt_logprobs
-            segments.append(Segment(planned.row, len(scored), logit_row, begin + 1, 0, top, True))
-            wanted.append((offset + begin - planned.start, len(scored)))
-            logit_row += len(scored)
+            segments.append(Segment(row, scored, logit_row, begin + 1, OWN_STREAM, 1))
+            wanted.append((offset + begin - start, scored))
+            logit_row += scored
         if sampled:
-            begin = planned.start + planned.count - sampled
-            stream, top = int(rows.stream[planned.row]), int(rows.num_top[planned.row])
-            segments.append(Segment(planned.row, sampled, logit_row, begin + 1, stream, top, False))
+            segments.append(Segment(row, sampled, logit_row, end - sampled + 1, OWN_STREAM, 0))
             wanted.append((offset + planned.count - sampled, sampled))
             logit_row += sampled
-            last = planned.start + planned.count
-            segments += [Segment(planned.row, 1, logit_row - 1, last, s, top, False) for s in planned.streams]
-        draw += len(scored) + sampled + len(planned.streams)
-        places.append(RowDraws(first, len(scored), sampled + len(planned.streams)))
-    return StepDraws(_expand(segments, rows), _runs(wanted), tuple(places))
+            for stream in planned.streams:
+                segments.append(Segment(row, 1, logit_row - 1, end, stream, 0))
+            sampled += len(planned.streams)
+        draw += scored + sampled
+        places.append(RowDraws(first, scored, sampled))
+    return StepDraws(_expand(segments, rows), _runs(wanted), places)
 
 
-def _scored_positions(planned: PlanRow, rows: Rows) -> range:
-    """Positions of the chunk whose next prompt token is to be scored."""
-    if planned.prompt_logprobs_from is None:
-        return range(0)
+def _scored_positions(planned: PlanRow, rows: Rows) -> tuple[int, int]:
+    """(first, count) of the chunk's positions whose next prompt token is to be scored."""
+    assert planned.prompt_logprobs_from is not None
     first = max(planned.start, planned.prompt_logprobs_from)
     end = min(planned.start + planned.count, int(rows.prompt_length[planned.row]) - 1)
-    return range(first, max(first, end))
+    return first, max(end - first, 0)
 
 
 def _runs(runs: Sequence[tuple[int, int]]) -> Int32:
     """Concatenate the integers of (first, count) runs."""
-    if not runs:
-        return np.zeros(0, np.int32)
-    firsts, counts = np.array(runs, np.int32).T
+    firsts, counts = np.array(runs, np.int32).reshape(-1, 2).T
     return np.repeat(firsts, counts) + _ramp(counts).astype(np.int32)
 
 
@@ -112,29 +108,26 @@ def _ramp(counts: npt.NDArray[np.integer]) -> Int64:
 
 
 def _expand(segments: Sequence[Segment], rows: Rows) -> Draws:
-    counts = np.array([s.count for s in segments], np.int64)
+    table = np.array(segments, np.int64).reshape(-1, len(Segment._fields))
+    counts = table[:, 1]
     ramp = _ramp(counts)
-
-    def each(values: Sequence[int], dtype: type = np.int64) -> npt.NDArray[np.int64]:
-        return np.repeat(np.array(values, dtype), counts)
-
-    row = each([s.row for s in segments])
-    position = each([s.position for s in segments]) + ramp
-    scored = each([s.scored for s in segments], np.bool_)
+    row, _, logit_row, position, stream, scored = np.repeat(table, counts, axis=0).T
+    logit_row, position = logit_row + ramp, position + ramp
+    known = scored.astype(bool)
     target = np.full(len(row), -1, np.int32)
-    target[scored] = rows.tokens[row[scored], position[scored]]
+    target[known] = rows.tokens[row[known], position[known]]
     history, bias, bans = _sparse_lists(segments, rows)
     return Draws(
-        logit_row=(each([s.logit_row for s in segments]) + ramp).astype(np.int32),
+        logit_row=logit_row.astype(np.int32),
         temperature=rows.temperature[row],
         top_k=rows.top_k[row],
         top_p=rows.top_p[row],
         min_p=rows.min_p[row],
         seed=rows.seed[row],
         position=position,
-        stream=each([s.stream for s in segments]).astype(np.int32),
+        stream=np.where(stream == OWN_STREAM, rows.stream[row], stream).astype(np.int32),
         target=target,
-        num_top=each([s.num_top for s in segments]).astype(np.int32),
+        num_top=np.where(known, rows.num_prompt_top[row], rows.num_top[row]),
         repetition=rows.repetition[row],
         presence=rows.presence[row],
         frequency=rows.frequency[row],
@@ -185,21 +178,18 @@ def _sparse_lists(
     """(history, bias, bans) of every draw. Scored tokens have none: logprobs are of the raw distribution."""
     history, bias, bans = _CompressedRows(np.int32), _CompressedRows(np.float32), _CompressedRows(np.int32)
     for s in segments:
-        lists = rows.of(s.row)
-        if s.scored or lists.history is None:
+        lists = None if s.scored else rows.lists[s.row]
+        if lists is None:
+            for part in (history, bias, bans):
+                part.empty(s.count)
+            continue
+        if lists.history is None:
             history.empty(s.count)
         else:
             _append_histories(history, s, rows, lists.history)
-        if s.scored or not len(lists.bias_tokens):
-            bias.empty(s.count)
-        else:
-            for _ in range(s.count):
-                bias.append(lists.bias_tokens, lists.bias_values)
-        if s.scored:
-            bans.empty(s.count)
-            continue
-        first_free = int(rows.prompt_length[s.row] + rows.min_tokens[s.row])  # from this position on nothing is banned
-        banned = min(max(first_free - s.position, 0), s.count)
+        for _ in range(s.count):
+            bias.append(lists.bias_tokens, lists.bias_values)
+        banned = min(max(lists.first_free - s.position, 0), s.count)
         for _ in range(banned):
             bans.append(lists.stop_ids)
         bans.empty(s.count - banned)
@@ -220,16 +210,18 @@ def _append_histories(out: _CompressedRows[np.int32], segment: Segment, rows: Ro
 def row_results(plan: StepPlan, places: Sequence[RowDraws], drawn: Drawn, rows: Rows) -> tuple[RowResult, ...]:
     """Sort what was drawn back to the plan's rows."""
     tokens = drawn.token.tolist()
+    slots = [planned.row for planned in plan.rows]
+    tops, prompt_tops = rows.num_top[slots].tolist(), rows.num_prompt_top[slots].tolist()
     results = []
-    for planned, place in zip(plan.rows, places, strict=True):
-        middle = place.first + place.scored
-        end = middle + place.sampled
+    for row, (first, scored, sampled), top, prompt_top in zip(slots, places, tops, prompt_tops, strict=True):
+        middle = first + scored
+        end = middle + sampled
         results.append(
             RowResult(
-                row=planned.row,
+                row=row,
                 tokens=tuple(tokens[middle:end]),
-                logprobs=_logprobs(drawn, middle, end, int(rows.num_top[planned.row])),
-                prompt_logprobs=_logprobs(drawn, place.first, middle, rows.of(planned.row).prompt_logprobs),
+                logprobs=_logprobs(drawn, middle, end, top),
+                prompt_logprobs=_logprobs(drawn, first, middle, prompt_top),
             )
         )
     return tuple(results)

@@ -19,6 +19,7 @@ from noria.models.spec import LayerGroup, ModelSpec, layer_groups
 from noria.types import ConfigError
 from noria.weights.formats import LinearWeight, Weight
 
+WORKSPACE_MARGIN = 1.5  # an activation may have a quantised form beside it, and a backend scratch memory of its own
 KV_SHARE = 0.4  # of the memory left after weights and workspace; the page cache and other programs keep the larger part
 
 
@@ -226,4 +227,4 @@ def _workspace_bytes(config: EngineConfig, spec: ModelSpec, forward: Callable[[O
         max_rows=config.max_num_seqs,
         vocab_size=spec.vocab_size,
     )
-    return executable.workspace_bytes(config.max_num_batched_tokens)
+    return int(WORKSPACE_MARGIN * executable.workspace_bytes(config.max_num_batched_tokens))

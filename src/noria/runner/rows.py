@@ -59,24 +59,26 @@ class History:
 
 @dataclass
 class RowLists:
-    """The parts of a row's sampling parameters that are not one number."""
+    """The parts of a row's sampling parameters that are not one number. Most rows have none."""
 
-    prompt_logprobs: int  # most likely tokens to report for each prompt position; -1: no prompt logprobs
     bias_tokens: Int32
     bias_values: Float32
     stop_ids: Int32
+    first_free: int  # the stop ids are banned before this position
     history: History | None
 
     @classmethod
-    def of(cls, new: NewRow) -> RowLists:
+    def of(cls, new: NewRow) -> RowLists | None:
         p = new.params
         penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        if not (penalised or p.logit_bias or p.min_tokens):
+            return None
         bias = sorted(p.logit_bias.items())
         return cls(
-            prompt_logprobs=-1 if p.prompt_logprobs is None else p.prompt_logprobs,
             bias_tokens=np.array([token for token, _ in bias], np.int32),
             bias_values=np.array([value for _, value in bias], np.float32),
             stop_ids=np.array(sorted(set(new.stop_ids)), np.int32),
+            first_free=new.prompt_length + p.min_tokens,
             history=History(new.prompt_length) if penalised else None,
         )
 
@@ -90,7 +92,6 @@ class Rows:
         self.block_tables = tuple(np.full((n, max_blocks_per_row), NULL_BLOCK, np.int32) for _ in range(num_groups))
         self._num_blocks = np.zeros((n, num_groups), np.int64)
         self.prompt_length = np.zeros(n, np.int64)
-        self.min_tokens = np.zeros(n, np.int64)
         self.temperature = np.ones(n, np.float32)
         self.top_k = np.zeros(n, np.int32)
         self.top_p = np.ones(n, np.float32)
@@ -100,23 +101,25 @@ class Rows:
         self.frequency = np.zeros(n, np.float32)
         self.seed = np.zeros(n, np.uint64)
         self.stream = np.zeros(n, np.int32)
-        self.num_top = np.full(n, -1, np.int32)
+        self.num_top = np.full(n, -1, np.int32)  # most likely tokens to report; -1: no logprobs
+        self.num_prompt_top = np.full(n, -1, np.int32)
         self.lists: list[RowLists | None] = [None] * n
+        self._taken = [False] * n
 
     def free(self, row: int) -> None:
-        assert self.lists[row] is not None, f"row {row} is freed but not taken"
-        self.lists[row] = None
+        assert self._taken[row], f"row {row} is freed but not taken"
+        self._taken[row] = False
 
     def take(self, new: NewRow) -> None:
         row, p = new.row, new.params
-        assert self.lists[row] is None, f"row {row} is taken but not freed"
+        assert not self._taken[row], f"row {row} is taken but not freed"
+        self._taken[row] = True
         self.tokens[row, : len(new.tokens)] = new.tokens
         self._num_blocks[row] = 0
         for table in self.block_tables:
             table[row] = NULL_BLOCK
         self._append_blocks(row, new.blocks)
         self.prompt_length[row] = new.prompt_length
-        self.min_tokens[row] = p.min_tokens
         self.temperature[row] = p.temperature
         self.top_k[row] = max(p.top_k, 0)
         self.top_p[row] = p.top_p
@@ -127,6 +130,7 @@ class Rows:
         self.seed[row] = new.seed
         self.stream[row] = new.stream
         self.num_top[row] = -1 if p.logprobs is None else p.logprobs
+        self.num_prompt_top[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
         self.lists[row] = RowLists.of(new)
 
     def release(self, row: int, group: int, blocks: int) -> None:
@@ -139,6 +143,7 @@ class Rows:
 
     def append(self, planned: PlanRow) -> None:
         """Add a step's new blocks and new ids: the ids are the last of the chunk."""
+        assert self._taken[planned.row], f"row {planned.row} is planned but not taken"
         self._append_blocks(planned.row, planned.new_blocks)
         if planned.tokens:
             end = planned.start + planned.count
@@ -150,8 +155,3 @@ class Rows:
                 have = self._num_blocks[row, group]
                 self.block_tables[group][row, have : have + len(ids)] = ids
                 self._num_blocks[row, group] = have + len(ids)
-
-    def of(self, row: int) -> RowLists:
-        lists = self.lists[row]
-        assert lists is not None, f"row {row} is planned but not taken"
-        return lists

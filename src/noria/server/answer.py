@@ -79,6 +79,7 @@ class Answer:
         self.preemptions = 0
         self.reason = FinishReason.STOP  # how the choice that ended last did
         self._open = params.n  # choices that the engine has not closed
+        self._unended = params.n  # choices that have no end in the text either
         self.failure: FinishReason | None = None
         self.failure_text: str | None = None
         self._choices = [
@@ -100,7 +101,7 @@ class Answer:
     @property
     def ended(self) -> bool:
         """Whether every choice has its end; the engine may not know it yet (a stop string): abort the request then."""
-        return all(choice.ended for choice in self._choices)
+        return self._unended == 0
 
     @property
     def closed(self) -> bool:
@@ -125,7 +126,7 @@ class Answer:
         if choice.ended:
             return None
         if output.finish_reason in FAILURES:
-            choice.ended = True
+            self._end(choice)
             self.failure, self.failure_text = output.finish_reason, output.error
             return None
         return self._show(choice, output)
@@ -139,7 +140,7 @@ class Answer:
         if shown.stop is not None:
             reason, stop_reason = FinishReason.STOP, shown.stop
         if reason is not None:
-            choice.ended = True
+            self._end(choice)
             self.reason = reason
         choice.tokens += shown.tokens
         if not shown.text and not shown.tokens and reason is None:
@@ -154,13 +155,22 @@ class Answer:
             stop_reason=stop_reason,
         )
 
+    def _end(self, choice: _Choice) -> None:
+        choice.ended = True
+        self._unended -= 1
+
     def _stop_token(self, output: SequenceOutput) -> int | None:
         """The id that ended the choice, if the client chose it: the model's own end is nothing to report."""
         return output.stop_token if output.stop_token in self.request.params.stop_token_ids else None
 
 
 def _popped(held: deque[T], count: int) -> tuple[T, ...]:
-    return tuple(held.popleft() for _ in range(min(count, len(held))))
+    """Take the first `count` of `held`, or as many as there are."""
+    if count >= len(held):
+        whole = tuple(held)
+        held.clear()
+        return whole
+    return tuple(held.popleft() for _ in range(count))
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:

@@ -101,11 +101,11 @@ def prompt_size(body: Body) -> int:
 
 
 def _text_size(value: Any) -> int:
-    if isinstance(value, str):
+    if not isinstance(value, list):
+        return len(value) if isinstance(value, str) else 0
+    if value and isinstance(value[0], int):
         return len(value)
-    if isinstance(value, list):
-        return sum(len(item) if isinstance(item, str | list) else _part_size(item) for item in value)
-    return 0
+    return sum(len(item) if isinstance(item, str | list) else _part_size(item) for item in value)
 
 
 def _part_size(part: Any) -> int:

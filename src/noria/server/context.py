@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
     from noria.server.loading import ModelText
     from noria.server.wire import EngineFacts
 
-log = logging.getLogger("noria")
-
-HEALTH_TIMEOUT_S = 5.0  # of a round trip: a step of the largest chunk fits many times, a hanging engine does not
+HEALTH_TIMEOUT_S = 10.0  # of a round trip, which waits for the step that runs: far more than a step takes
 
 
 class Served:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from noria.server.client import Refusal
 from noria.types import RequestError
 
 TYPES = {
@@ -20,7 +21,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-RETRY_AFTER_S = 1.0  # for 429 and 503: steps are far shorter, so a place may be free by then
+RETRY_AFTER_S = 1.0  # where the engine gives no estimate
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
@@ -37,7 +38,10 @@ def error_object(error: RequestError) -> dict[str, Any]:
 
 def error_response(error: RequestError) -> Response:
     """An error as a response; 429 and 503 say when to try again."""
-    headers = {"Retry-After": str(math.ceil(RETRY_AFTER_S))} if error.status in (429, 503) else {}
+    headers = {}
+    if error.status in (429, 503):
+        estimate = error.retry_after if isinstance(error, Refusal) else None
+        headers["Retry-After"] = str(math.ceil(RETRY_AFTER_S if estimate is None else estimate))
     return JSON(error_object(error), status=error.status, headers=headers)
 
 

@@ -70,8 +70,8 @@ class Gate:
         level = logging.DEBUG if scope["path"] in OPEN_PATHS or scope["path"] == "/metrics" else logging.INFO
         if log.isEnabledFor(level):
             client = scope["client"][0] if scope["client"] else "-"
-            request_id = scope["noria.request_id"]
-            log.log(level, "%s %s %s %d %.3fs %s", client, scope["method"], scope["path"], status, seconds, request_id)
+            path = scope["raw_path"].decode("latin-1")  # as it came: decoded, it could hold a line break
+            log.log(level, "%s %s %s %d %.3fs %s", client, scope["method"], path, status, seconds, scope["noria.request_id"])
 
 
 def checked_request_id(value: str) -> str:

@@ -16,6 +16,7 @@ from noria.config import EngineConfig
 from noria.server.wire import LAUNCH_LENGTH, Launch, encode
 
 ENGINE_FACTORY = "noria.server.loading:load_engine"
+STDERR = 2  # the descriptor: `sys.stderr` may be something else in a notebook or a test
 MAX_SOCKET_PATH = 100  # bytes; sun_path of <sys/un.h> holds 104 on macOS, 108 on Linux
 
 
@@ -34,7 +35,7 @@ class EngineProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "noria.server.engine_process"],
                 stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),  # stdout is the user's: results only
+                stdout=STDERR,  # stdout is the user's: results only
                 pass_fds=(death_end,),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if os.path.isabs(p))},
             )

@@ -104,7 +104,7 @@ class OpenAI:
         served = self._context.require(body.model)
         if unknown:
             served.metrics.ignored_fields(len(unknown))
-            log.debug("ignored unknown fields: %s", ", ".join(name[:64] for name in unknown))
+            log.debug("ignored unknown fields: %s", [name[:64] for name in unknown])
 
         def make() -> Call:
             if isinstance(body, ChatBody):

@@ -23,7 +23,7 @@ from noria.weights.formats import LinearWeight, VectorWeight, matrix_bytes
 FLOAT = 4  # bytes of an activation's element
 
 
-LOGIT_TILE = 64  # rows of logits that exist at once: they are reduced by the draws tile by tile
+LOGIT_TILE_BYTES = 16 << 20  # of logits that exist at once: the draws reduce them tile by tile
 
 
 class Domain(Enum):
@@ -146,14 +146,14 @@ class CostExecutable:
 
     def workspace_bytes(self, max_logit_rows: int) -> int:
         """Bytes of the activations alive at once, at the worst op of a step of `max_tokens` tokens."""
-        rows = {
-            Domain.TOKENS: self._max_tokens,
-            Domain.LOGITS: max_logit_rows,
-            Domain.LOGIT_TILE: min(max_logit_rows, LOGIT_TILE),
-        }
+        rows = {Domain.TOKENS: self._max_tokens, Domain.LOGITS: max_logit_rows}
         changes = np.zeros(len(self.costs) + 1, np.int64)
         for activation in self._activations:
-            size = rows[activation.domain] * activation.row_bytes
+            if activation.domain is Domain.LOGIT_TILE:
+                tile = max(1, LOGIT_TILE_BYTES // activation.row_bytes)
+                size = min(max_logit_rows, tile) * activation.row_bytes
+            else:
+                size = rows[activation.domain] * activation.row_bytes
             changes[activation.born] += size
             changes[activation.last_use + 1] -= size
         return int(np.cumsum(changes).max(initial=0))

@@ -1,7 +1,7 @@
 """The paged KV cache's memory, and its blocks in the interchange form.
 
-Inside, each head's 16 x dim elements are packed for the kernels (native/kv_layout.h); outside, a block is
-[layer slot][k|v][kv head][16][dim].
+Inside, 16 blocks stand on a shelf, [layer slot][kv head][k|v][16 blocks], and each head's 16 x dim elements are packed for the
+kernels (native/kv_layout.h); outside, a block is [layer slot][k|v][kv head][16][dim].
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from noria.backends.cpu.memory import anonymous
 Elements = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
+SHELF_BLOCKS = 16
+
+
+def cache_bytes(spec: KVCacheSpec) -> int:
+    """Whole shelves; what is never written costs nothing."""
+    return -(-spec.num_blocks // SHELF_BLOCKS) * SHELF_BLOCKS * spec.block_bytes
+
+
 class KVCache:
     def __init__(self, spec: KVCacheSpec) -> None:
         self.spec = spec
-        self.memory = anonymous(spec.num_blocks * spec.block_bytes)
-        self._element = np.dtype(np.uint16 if spec.dtype == "bf16" else np.uint32)
+        self.memory = anonymous(cache_bytes(spec))
+        element = np.dtype(np.uint16 if spec.dtype == "bf16" else np.uint32)
+        slots, size = len(spec.groups[0].layers), BLOCK_SIZE * spec.head_dim
+        shelves = self.memory.view(element).reshape(-1, slots, spec.num_kv_heads, 2, SHELF_BLOCKS, size)
+        self._shelves: Elements = shelves.transpose(0, 4, 1, 3, 2, 5)  # [shelf][block][slot][k|v][kv head][elements]
 
     def copy(self, source: int, destination: int) -> None:
-        self._check(source)
-        self._check(destination)
-        self._bytes(destination)[:] = self._bytes(source)
+        self._block(destination)[:] = self._block(source)
 
     def read(self, block: int) -> npt.NDArray[np.uint8]:
-        self._check(block)
-        inside = self._bytes(block).view(self._element).reshape(self._heads)
-        outside = np.empty((*self._heads[:3], BLOCK_SIZE, self.spec.head_dim), self._element)
+        inside = self._block(block)
+        outside = np.empty((*inside.shape[:3], BLOCK_SIZE, self.spec.head_dim), inside.dtype)
         outside[:, 0] = _keys_outside(inside[:, 0], self.spec.head_dim)
         outside[:, 1] = _values_outside(inside[:, 1], self.spec.head_dim)
         return outside.reshape(-1).view(np.uint8)
 
     def write(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        self._check(block)
         if data.dtype != np.uint8 or data.size != self.spec.block_bytes:
             raise ValueError(f"a block is {self.spec.block_bytes} bytes of uint8, not {data.size} of {data.dtype}")
-        outside = np.ascontiguousarray(data).reshape(-1).view(self._element)
-        outside = outside.reshape(*self._heads[:3], BLOCK_SIZE, self.spec.head_dim)
-        inside = self._bytes(block).view(self._element).reshape(self._heads)
+        inside = self._block(block)
+        outside = np.ascontiguousarray(data).reshape(-1).view(inside.dtype)
+        outside = outside.reshape(*inside.shape[:3], BLOCK_SIZE, self.spec.head_dim)
         inside[:, 0] = _keys_inside(outside[:, 0])
         inside[:, 1] = _values_inside(outside[:, 1])
 
-    @property
-    def _heads(self) -> tuple[int, int, int, int]:
-        """[layer slot][k|v][kv head][elements of one head]"""
-        spec = self.spec
-        return len(spec.groups[0].layers), 2, spec.num_kv_heads, BLOCK_SIZE * spec.head_dim
-
-    def _bytes(self, block: int) -> npt.NDArray[np.uint8]:
-        size = self.spec.block_bytes
-        return self.memory[block * size : (block + 1) * size]
-
-    def _check(self, block: int) -> None:
+    def _block(self, block: int) -> Elements:
+        """[layer slot][k|v][kv head][elements of one head], a view"""
         if not 0 <= block < self.spec.num_blocks:
             raise ValueError(f"block {block} is not one of the cache's {self.spec.num_blocks}")
+        view: Elements = self._shelves[block // SHELF_BLOCKS, block % SHELF_BLOCKS]
+        return view
 
 
 def _keys_outside(inside: Elements, dim: int) -> Elements:
