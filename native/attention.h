@@ -92,7 +92,8 @@ void score_vectors(const typename C::Value* q, const typename C::Value* const* b
 
 // acc [M][dim] += the value rows [first, last) times the probabilities e [M][256], over 16 D dims.
 template <class C, int M, int D>
-inline void value_tile(const typename C::Value* e, const typename C::Value* const* rows, int first, int last, int64_t dim, int64_t at, float* acc) {
+inline void value_tile(const typename C::Value* e, const typename C::Value* const* rows, int first, int last, int64_t dim, int64_t at,
+                       float* acc) {
   vf16 sum[M][D];
   for (int m = 0; m < M; ++m)
     for (int d = 0; d < D; ++d) sum[m][d] = load(acc + m * dim + at + d * 16);
@@ -117,7 +118,8 @@ void value_vectors(const typename C::Value* e, const typename C::Value* const* r
 }
 
 // Calls f.template operator()<M>(first vector) for register tiles that cover `count` vectors.
-template <class F> inline void in_register_tiles(int count, F f) {
+template <class F>
+inline void in_register_tiles(int count, F f) {
   int v = 0;
   for (; count - v >= kMostVectors; v += kMostVectors) f.template operator()<kMostVectors>(v);
   if (kMostVectors > 4 && count - v >= 4) f.template operator()<4>(v), v += 4;
@@ -129,17 +131,18 @@ template <class F> inline void in_register_tiles(int count, F f) {
 // -- one tile ------------------------------------------------------------------------------------------------------------------
 
 // A worker's memory for a tile of at most `vectors` vectors.
-template <class C> struct AttentionScratch {
-  typename C::Value* q;      // [vectors][dim]
-  float* scores;             // [vectors][256]
-  typename C::Value* e;      // [vectors][256]
-  float* split_acc;          // [vectors][dim]
-  float* split_max;          // [vectors]
-  float* split_sum;          // [vectors]
-  float* acc;                // [vectors][dim]: the merged splits
-  float* max;                // [vectors]
-  float* sum;                // [vectors]
-  typename C::Value* masked; // [2][dim][2]: copies of a query's first and last pair with one key's value zeroed
+template <class C>
+struct AttentionScratch {
+  typename C::Value* q;       // [vectors][dim]
+  float* scores;              // [vectors][256]
+  typename C::Value* e;       // [vectors][256]
+  float* split_acc;           // [vectors][dim]
+  float* split_max;           // [vectors]
+  float* split_sum;           // [vectors]
+  float* acc;                 // [vectors][dim]: the merged splits
+  float* max;                 // [vectors]
+  float* sum;                 // [vectors]
+  typename C::Value* masked;  // [2][dim][2]: copies of a query's first and last pair with one key's value zeroed
 };
 
 inline int64_t attention_vectors(const AttentionArgs& args) {
@@ -152,7 +155,8 @@ inline int64_t attention_scratch_bytes(const AttentionArgs& args) {
   return vectors * (3 * dim + 2 * kSplitKeys + 64) * 4 + dim * 16 + 4096;
 }
 
-template <class C> AttentionScratch<C> attention_scratch(const AttentionArgs& args, void* memory) {
+template <class C>
+AttentionScratch<C> attention_scratch(const AttentionArgs& args, void* memory) {
   const int64_t vectors = attention_vectors(args), dim = args.kv.dim;
   auto* at = static_cast<unsigned char*>(memory);
   const auto take = [&at](int64_t bytes) {
@@ -161,7 +165,9 @@ template <class C> AttentionScratch<C> attention_scratch(const AttentionArgs& ar
     return p;
   };
   const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
-  const auto values = [&](int64_t count) { return reinterpret_cast<typename C::Value*>(take(count * static_cast<int64_t>(sizeof(typename C::Value)))); };
+  const auto values = [&](int64_t count) {
+    return reinterpret_cast<typename C::Value*>(take(count * static_cast<int64_t>(sizeof(typename C::Value))));
+  };
   AttentionScratch<C> s;
   s.q = values(vectors * dim);
   s.scores = floats(vectors * kSplitKeys);
@@ -186,11 +192,20 @@ inline KeyRange visible_keys(int32_t position, int32_t window, int32_t split) {
   return {start > low ? start : low, position < high ? position : high};
 }
 
-template <class C> class AttentionTile {
+template <class C>
+class AttentionTile {
  public:
-  AttentionTile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, const AttentionWork& work, int32_t kv_head, void* memory)
-      : args_(args), plan_(plan), work_(work), kv_head_(kv_head), group_(args.heads / args.kv.kv_heads), dim_(args.kv.dim),
-        position_(step.positions[work.first_token]), table_(block_table(step, args.kv.group, work.row)), s_(attention_scratch<C>(args, memory)) {}
+  AttentionTile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, const AttentionWork& work, int32_t kv_head,
+                void* memory)
+      : args_(args),
+        plan_(plan),
+        work_(work),
+        kv_head_(kv_head),
+        group_(args.heads / args.kv.kv_heads),
+        dim_(args.kv.dim),
+        position_(step.positions[work.first_token]),
+        table_(block_table(step, args.kv.group, work.row)),
+        s_(attention_scratch<C>(args, memory)) {}
 
   void run() {
     pack_queries();
@@ -226,7 +241,10 @@ template <class C> class AttentionTile {
   }
 
   Visitors visitors_of(int32_t split) const {
-    const auto sees = [&](int q) { const KeyRange keys = keys_of(q, split); return keys.first <= keys.last; };
+    const auto sees = [&](int q) {
+      const KeyRange keys = keys_of(q, split);
+      return keys.first <= keys.last;
+    };
     Visitors v{0, work_.tokens};
     while (v.first < v.last && !sees(v.first)) ++v.first;
     while (v.first < v.last && !sees(v.last - 1)) --v.last;
@@ -404,7 +422,8 @@ template <class C> class AttentionTile {
   // The part of the quantised output that begins at element `at`, a multiple of 32.
   QuantizedRows quantized_part(int64_t at) const {
     const QuantizedRows& q = args_.quantized;
-    return {q.codes + at, q.scales + at / 32, q.sums + at / 32, q.scaled_sums + at / 32, q.half_sums + at / 16, q.scaled_half_sums + at / 16};
+    return {q.codes + at,          q.scales + at / 32,          q.sums + at / 32, q.scaled_sums + at / 32,
+            q.half_sums + at / 16, q.scaled_half_sums + at / 16};
   }
 
   const AttentionArgs& args_;

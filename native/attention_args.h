@@ -10,11 +10,11 @@ namespace noria {
 struct AttentionArgs {
   const float* qkv;  // [tokens, qkv_stride]: query heads, then key and value heads (those are in the cache by now)
   int64_t qkv_stride;
-  float* out;        // [tokens, heads * dim]
+  float* out;  // [tokens, heads * dim]
   int32_t heads;
   float scale;
-  float softcap;     // 0: none
-  int32_t window;    // 0: full
+  float softcap;   // 0: none
+  int32_t window;  // 0: full
   KVLayout kv;
   QuantizedRows quantized;  // the output in the forms that the next linears read; null pointers: not wanted.
   uint16_t* pairs;          // With `quantized`, heads / kv_heads * dim is a multiple of 32.

@@ -4,11 +4,19 @@
 
 namespace noria {
 
-namespace generic { extern const KernelTable kTable; }
+namespace generic {
+extern const KernelTable kTable;
+}
 #if defined(NORIA_X86_TIERS)
-namespace avx2 { extern const KernelTable kTable; }
-namespace avx512 { extern const KernelTable kTable; }
-namespace avx512bf16 { extern const KernelTable kTable; }
+namespace avx2 {
+extern const KernelTable kTable;
+}
+namespace avx512 {
+extern const KernelTable kTable;
+}
+namespace avx512bf16 {
+extern const KernelTable kTable;
+}
 #endif
 
 namespace {

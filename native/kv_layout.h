@@ -22,13 +22,13 @@ namespace noria {
 constexpr int kShelfBlocks = 16;
 
 struct KVLayout {
-  uint8_t* base;         // shelf s starts at base + s * kShelfBlocks * block_bytes
+  uint8_t* base;  // shelf s starts at base + s * kShelfBlocks * block_bytes
   int64_t block_bytes;
-  int64_t slot;          // the layer's slot in a block
-  int32_t group;         // the layer group, for the block table
+  int64_t slot;   // the layer's slot in a block
+  int32_t group;  // the layer group, for the block table
   int32_t kv_heads;
-  int32_t dim;           // of a head, a multiple of 16
-  bool is_f32;           // else bf16
+  int32_t dim;  // of a head, a multiple of 16
+  bool is_f32;  // else bf16
 };
 
 static inline int64_t kv_head_bytes(const KVLayout& kv) { return static_cast<int64_t>(kBlockSize) * kv.dim * (kv.is_f32 ? 4 : 2); }

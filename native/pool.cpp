@@ -110,7 +110,8 @@ Pool::~Pool() {
 }
 
 // Spin for a while, then sleep until `ready()`.
-template <class Ready> void Pool::wait_until(Ready ready) {
+template <class Ready>
+void Pool::wait_until(Ready ready) {
   if (ready()) return;
   const auto deadline = std::chrono::steady_clock::now() + kSpin;
   do {

@@ -34,8 +34,8 @@ class FlushDenormals {
 
 // The claim and completion words of one op, alone on a cache line.
 struct alignas(64) Gate {
-  std::atomic<uint64_t> claim{0};  // epoch (40 bits) | next unit (12) | units (12)
-  std::atomic<uint64_t> done{0};   // epoch (40 bits) | 0 (12) | units done (12)
+  std::atomic<uint64_t> claim{0};       // epoch (40 bits) | next unit (12) | units (12)
+  std::atomic<uint64_t> done{0};        // epoch (40 bits) | 0 (12) | units done (12)
   std::atomic<uint32_t> tiles{0};       // in every pass but the last
   std::atomic<uint32_t> last_tiles{0};  // in the last pass (and for ops outside the loop)
 };
@@ -86,7 +86,8 @@ class Pool {
   void walk(Program& program, uint64_t epoch, uint32_t passes, int worker);
   void take_tiles(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int worker);
   void guarded_run(Program& program, uint32_t op, uint32_t pass, uint32_t tile, int worker);
-  template <class Ready> void wait_until(Ready ready);
+  template <class Ready>
+  void wait_until(Ready ready);
   void wake_sleepers();
 
   std::mutex callers_;

@@ -10,7 +10,12 @@ namespace {
 class Probe final : public Program {
  public:
   Probe(int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap)
-      : done_(static_cast<size_t>(ops)), tiles_(static_cast<uint32_t>(tiles)), work_(work), slow_tile_(slow_tile), bad_tile_(bad_tile), gap_(gap) {
+      : done_(static_cast<size_t>(ops)),
+        tiles_(static_cast<uint32_t>(tiles)),
+        work_(work),
+        slow_tile_(slow_tile),
+        bad_tile_(bad_tile),
+        gap_(gap) {
     gates = std::vector<Gate>(static_cast<size_t>(ops));
     loop_begin = static_cast<uint32_t>(ops - 1);
     this->passes = static_cast<uint32_t>(passes);
@@ -47,7 +52,8 @@ class Probe final : public Program {
 
 }  // namespace
 
-ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap) {
+ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, int tiles, int passes, int work, int slow_tile, int bad_tile,
+                       int gap) {
   if (steps < 1 || ops < 1 || tiles < 1 || passes < 1) throw std::invalid_argument("a probe needs at least one step, op, tile and pass");
   if (gap >= ops - 1) throw std::invalid_argument("the gap must come before the op in the loop");
   Probe probe(ops, tiles, passes, work, slow_tile, bad_tile, gap);

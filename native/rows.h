@@ -26,7 +26,8 @@ inline void run_norm(const NormStage& s, int64_t first, int64_t last) {
   }
 }
 
-template <class Activate> void gated_row(const float* gate, const float* up, float* y, int64_t width, Activate activate) {
+template <class Activate>
+void gated_row(const float* gate, const float* up, float* y, int64_t width, Activate activate) {
   int64_t i = 0;
   for (; i + 16 <= width; i += 16) store(y + i, activate(load(gate + i)) * load(up + i));
   if (i < width) {
@@ -87,18 +88,27 @@ inline void run_stage(const Stage& stage, const StepView& step, int64_t first, i
       args.ids = step.tokens;
       return embed_rows(args, first, last);
     }
-    case StageKind::gather: return run_gather(stage.gather, step, first, last);
-    case StageKind::norm: return run_norm(stage.norm, first, last);
+    case StageKind::gather:
+      return run_gather(stage.gather, step, first, last);
+    case StageKind::norm:
+      return run_norm(stage.norm, first, last);
     case StageKind::add:
       for (int64_t r = first; r < last; ++r) add_row(stage.add.x + r * stage.add.width, stage.add.y + r * stage.add.width, stage.add.width);
       return;
-    case StageKind::gated: return run_gated(stage.gated, first, last);
-    case StageKind::head_norm: return run_head_norm(stage.head_norm, first, last);
-    case StageKind::rope: return run_rope(stage.rope, step, first, last);
-    case StageKind::write_kv: return run_write_kv(stage.write_kv, step, first, last);
-    case StageKind::quantize: return quantize_rows(stage.quantize.x, stage.quantize.width, stage.quantize.width, stage.quantize.out, first, last);
-    case StageKind::round_bf16: return round_rows_bf16(stage.round_bf16.x, stage.round_bf16.width, stage.round_bf16.width, stage.round_bf16.pairs, first, last);
-    case StageKind::softcap: return run_softcap(stage.softcap, first, last);
+    case StageKind::gated:
+      return run_gated(stage.gated, first, last);
+    case StageKind::head_norm:
+      return run_head_norm(stage.head_norm, first, last);
+    case StageKind::rope:
+      return run_rope(stage.rope, step, first, last);
+    case StageKind::write_kv:
+      return run_write_kv(stage.write_kv, step, first, last);
+    case StageKind::quantize:
+      return quantize_rows(stage.quantize.x, stage.quantize.width, stage.quantize.width, stage.quantize.out, first, last);
+    case StageKind::round_bf16:
+      return round_rows_bf16(stage.round_bf16.x, stage.round_bf16.width, stage.round_bf16.width, stage.round_bf16.pairs, first, last);
+    case StageKind::softcap:
+      return run_softcap(stage.softcap, first, last);
   }
 }
 

@@ -34,7 +34,7 @@ struct AddStage {  // x += y
   const float* y;
   int64_t width;
 };
-struct GatedStage {  // y = activation(gate) * up
+struct GatedStage {      // y = activation(gate) * up
   const float* gate_up;  // [rows, 2 width]
   float* y;
   int64_t width;

@@ -20,7 +20,8 @@ inline vf16 sanitised(vf16 x) { return min(select(less(set1(-kInfinity), x), x, 
 inline float sanitised(float x) { return x > -kInfinity ? (x < kLargestLogit ? x : kLargestLogit) : -kInfinity; }
 
 // Calls f(i, the 16 values from i on, sanitised); what lies behind the end is -inf.
-template <class F> inline void for_each_lane_group(const float* x, int64_t count, F f) {
+template <class F>
+inline void for_each_lane_group(const float* x, int64_t count, F f) {
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) f(i, sanitised(load(x + i)));
   if (i < count) f(i, sanitised(load_part(x + i, static_cast<int>(count - i), -kInfinity)));
@@ -68,7 +69,8 @@ inline float sum_exp(const float* x, int64_t count, float shift) {
 }
 
 // Calls f(token, value) in ascending order for values above a threshold that f may raise; whole stretches below it are skipped.
-template <class F> inline void scan_above(const float* x, int64_t count, const float& threshold, F f) {
+template <class F>
+inline void scan_above(const float* x, int64_t count, const float& threshold, F f) {
   constexpr int64_t kStretch = 64;
   for (int64_t at = 0; at < count; at += kStretch) {
     const int64_t size = count - at < kStretch ? count - at : kStretch;
@@ -183,7 +185,8 @@ inline int64_t select_mass(Candidate* c, int64_t count, double mass) {
 }
 
 // Keeps the candidates that hold(c) is true for, in their order.
-template <class F> inline int64_t keep_where(Candidate* c, int64_t count, F hold) {
+template <class F>
+inline int64_t keep_where(Candidate* c, int64_t count, F hold) {
   int64_t kept = 0;
   for (int64_t i = 0; i < count; ++i)
     if (hold(c[i])) c[kept++] = c[i];
@@ -305,7 +308,8 @@ class Draw {
   // Tokens that can be in the nucleus and above min_p. What comes after a token of the nucleus and that token itself hold more
   // than (1 - top_p) of the mass, each of those at most vocab tokens no more than it: so its weight is above (1 - top_p) total / vocab.
   int64_t collect_likely(double total, float top_p, float min_p) {
-    const float by_mass = top_p < 1.0f ? static_cast<float>((1.0 - static_cast<double>(top_p)) * total / static_cast<double>(vocab_)) : 0.0f;
+    const float by_mass =
+        top_p < 1.0f ? static_cast<float>((1.0 - static_cast<double>(top_p)) * total / static_cast<double>(vocab_)) : 0.0f;
     const float lowest = by_mass > min_p ? by_mass : min_p;
     const float threshold = lowest < 1.0f ? log_scalar(lowest) - 0.01f : -0.01f;  // 0.01: no loss by rounding
     int64_t count = 0;

@@ -4,10 +4,10 @@
 
 namespace noria {
 
-constexpr int kBlockSize = 16;    // tokens of a KV block
-constexpr int kSplitKeys = 256;   // keys of an attention split: a fact of the numerics contract, see attention.h
+constexpr int kBlockSize = 16;   // tokens of a KV block
+constexpr int kSplitKeys = 256;  // keys of an attention split: a fact of the numerics contract, see attention.h
 constexpr int kSplitBlocks = kSplitKeys / kBlockSize;
-constexpr int kMaxGroups = 32;    // layer groups
+constexpr int kMaxGroups = 32;  // layer groups
 
 // Draws in compressed form: see noria.backends.base.Draws.
 struct DrawsView {
@@ -36,10 +36,10 @@ struct DrawsView {
 };
 
 struct DrawnView {
-  int32_t* token;         // [count]
-  float* logprob;         // [count]
-  int32_t* top_tokens;    // [count, width]
-  float* top_logprobs;    // [count, width]
+  int32_t* token;       // [count]
+  float* logprob;       // [count]
+  int32_t* top_tokens;  // [count, width]
+  float* top_logprobs;  // [count, width]
   int64_t width;
 };
 
@@ -47,12 +47,12 @@ struct StepView {
   int64_t token_count;
   int64_t row_count;
   int64_t logit_count;
-  const int32_t* tokens;       // [T]
-  const int32_t* positions;    // [T]
-  const int32_t* row_offsets;  // [R + 1]
-  const int32_t* row_slots;    // [R]
-  const int32_t* token_rows;   // [T] the row of each token
-  const int32_t* logit_rows;   // [L]
+  const int32_t* tokens;                    // [T]
+  const int32_t* positions;                 // [T]
+  const int32_t* row_offsets;               // [R + 1]
+  const int32_t* row_slots;                 // [R]
+  const int32_t* token_rows;                // [T] the row of each token
+  const int32_t* logit_rows;                // [L]
   const int32_t* block_tables[kMaxGroups];  // [table_rows, table_width] each
   int64_t group_count;
   int64_t table_rows;

@@ -9,7 +9,8 @@ namespace noria {
 
 namespace {
 
-template <class T> bool is_format(const char* format) {
+template <class T>
+bool is_format(const char* format) {
   if (format == nullptr || format[0] == 0 || format[1] != 0) return false;
   const std::string of_kind = std::is_floating_point_v<T> ? "fd" : std::is_signed_v<T> ? "bhilq" : "BHILQ";
   return of_kind.find(format[0]) != std::string::npos;
@@ -24,22 +25,27 @@ StepArrays::~StepArrays() {
 }
 
 // The memory of one C-contiguous array of T; `length` is checked, or set where it is kAnyLength.
-template <class T> void* StepArrays::acquire(nb::handle object, const char* name, int64_t& length, bool writable) {
+template <class T>
+void* StepArrays::acquire(nb::handle object, const char* name, int64_t& length, bool writable) {
   Py_buffer buffer;
-  if (PyObject_GetBuffer(object.ptr(), &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) != 0) nb::raise_python_error();
+  if (PyObject_GetBuffer(object.ptr(), &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) != 0)
+    nb::raise_python_error();
   held_.push_back(buffer);
   const int64_t count = buffer.len / static_cast<int64_t>(sizeof(T));
   if (buffer.itemsize != static_cast<Py_ssize_t>(sizeof(T)) || !is_format<T>(buffer.format))
     throw nb::type_error((std::string(name) + " has the wrong element type").c_str());
   if (length == kAnyLength) length = count;
-  if (count != length) throw nb::type_error((std::string(name) + " has " + std::to_string(count) + " elements, not " + std::to_string(length)).c_str());
+  if (count != length)
+    throw nb::type_error((std::string(name) + " has " + std::to_string(count) + " elements, not " + std::to_string(length)).c_str());
   return buffer.buf;
 }
 
-template <class T> const T* StepArrays::array(nb::handle owner, const char* name, int64_t length) {
+template <class T>
+const T* StepArrays::array(nb::handle owner, const char* name, int64_t length) {
   return static_cast<const T*>(acquire<T>(nb::getattr(owner, name), name, length, false));
 }
-template <class T> T* StepArrays::out(nb::handle owner, const char* name, int64_t length) {
+template <class T>
+T* StepArrays::out(nb::handle owner, const char* name, int64_t length) {
   return static_cast<T*>(acquire<T>(nb::getattr(owner, name), name, length, true));
 }
 
@@ -59,7 +65,8 @@ void StepArrays::read_inputs(nb::handle inputs, int64_t table_width) {
     if (view.group_count == kMaxGroups) throw nb::type_error("too many block tables");
     view.block_tables[view.group_count++] = static_cast<const int32_t*>(acquire<int32_t>(table, "a block table", table_size, false));
     const Py_buffer& buffer = held_.back();
-    if (buffer.ndim != 2 || buffer.shape[1] != table_width) throw nb::type_error("a block table has another width than the cache was built for");
+    if (buffer.ndim != 2 || buffer.shape[1] != table_width)
+      throw nb::type_error("a block table has another width than the cache was built for");
     view.table_rows = buffer.shape[0];
   }
   read_draws(nb::getattr(inputs, "draws"));

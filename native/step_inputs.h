@@ -24,9 +24,12 @@ class StepArrays {
 
  private:
   void read_draws(nanobind::handle draws);
-  template <class T> const T* array(nanobind::handle owner, const char* name, int64_t length);
-  template <class T> T* out(nanobind::handle owner, const char* name, int64_t length);
-  template <class T> void* acquire(nanobind::handle object, const char* name, int64_t& length, bool writable);
+  template <class T>
+  const T* array(nanobind::handle owner, const char* name, int64_t length);
+  template <class T>
+  T* out(nanobind::handle owner, const char* name, int64_t length);
+  template <class T>
+  void* acquire(nanobind::handle object, const char* name, int64_t& length, bool writable);
 
   std::vector<Py_buffer> held_;
 };

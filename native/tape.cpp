@@ -14,9 +14,7 @@ constexpr int64_t kTilesPerThread = 4;
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("step inputs: " + message); }
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -61,7 +59,8 @@ void Tape::begin_linear(Domain domain, int64_t inputs, const LinearInput& input,
 
 void Tape::add_segment(const LinearSegment& segment) {
   for (LinearArgs& args : op_of(OpKind::linear).linear) {
-    if (args.segment_count == kMaxSegments) throw std::invalid_argument("a linear weight of more than " + std::to_string(kMaxSegments) + " segments");
+    if (args.segment_count == kMaxSegments)
+      throw std::invalid_argument("a linear weight of more than " + std::to_string(kMaxSegments) + " segments");
     args.segments[args.segment_count++] = segment;
   }
 }
@@ -69,7 +68,8 @@ void Tape::add_segment(const LinearSegment& segment) {
 void Tape::add_attention(const AttentionArgs& args) {
   Op op{.kind = OpKind::attention, .domain = Domain::tokens, .in_loop = false};
   op.attention = args;
-  op.plan = static_cast<size_t>(std::find_if(plans_.begin(), plans_.end(), [&](const Plan& p) { return same_shape(p.shape, args); }) - plans_.begin());
+  op.plan = static_cast<size_t>(std::find_if(plans_.begin(), plans_.end(), [&](const Plan& p) { return same_shape(p.shape, args); }) -
+                                plans_.begin());
   if (op.plan == plans_.size()) plans_.push_back({.shape = args, .work = {}, .counters = {}, .partials = nullptr});
   ops_.push_back(std::move(op));
 }
@@ -113,7 +113,8 @@ void Tape::check(const StepView& step) const {
   if (step.logit_count > limits_.max_tokens) refuse("more logit rows than tokens");
   if (step.group_count != static_cast<int64_t>(limits_.windows.size())) refuse("another number of block tables than layer groups");
   for (int64_t t = 0; t < step.token_count; ++t)
-    if (step.tokens[t] < 0 || step.tokens[t] >= limits_.vocab) refuse("token id " + std::to_string(step.tokens[t]) + " is not in the vocabulary");
+    if (step.tokens[t] < 0 || step.tokens[t] >= limits_.vocab)
+      refuse("token id " + std::to_string(step.tokens[t]) + " is not in the vocabulary");
   for (int64_t i = 0; i < step.logit_count; ++i)
     if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.token_count) refuse("logit_rows names a token that the step has not");
   check_rows(step);
@@ -128,7 +129,8 @@ void Tape::check_rows(const StepView& step) const {
     if (first == last) continue;
     if (step.row_slots[r] < 0 || step.row_slots[r] >= step.table_rows) refuse("row_slots names a row without a block table");
     const int64_t start = step.positions[first], end = start + last - first;
-    if (start < 0 || end > std::min(limits_.max_positions, limits_.table_width * kBlockSize)) refuse("a position beyond the longest sequence");
+    if (start < 0 || end > std::min(limits_.max_positions, limits_.table_width * kBlockSize))
+      refuse("a position beyond the longest sequence");
     for (int32_t t = first; t < last; ++t)
       if (step.positions[t] != start + t - first) refuse("positions of a row do not ascend by one");
     for (size_t g = 0; g < limits_.windows.size(); ++g) {
@@ -175,7 +177,8 @@ void Tape::order_draws(const StepView& step) {
   int32_t before = 0;
   for (int32_t& count : row_draws_) before += std::exchange(count, before);
   std::vector<int32_t> next(row_draws_);
-  for (int64_t i = 0; i < d.count; ++i) draw_order_[static_cast<size_t>(next[static_cast<size_t>(d.logit_row[i])]++)] = static_cast<int32_t>(i);
+  for (int64_t i = 0; i < d.count; ++i)
+    draw_order_[static_cast<size_t>(next[static_cast<size_t>(d.logit_row[i])]++)] = static_cast<int32_t>(i);
 }
 
 // -- attention ---------------------------------------------------------------------------------------------------------------------
@@ -278,7 +281,8 @@ void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile) const {
   if (args.x != nullptr) moved.x += rows * args.x_stride;
   if (args.pairs != nullptr) moved.pairs += rows * padded_pairs(args.inputs);
   if (const QuantizedRows& q = args.quantized; q.codes != nullptr)
-    moved.quantized = {q.codes + codes, q.scales + codes / 32, q.sums + codes / 32, q.scaled_sums + codes / 32, q.half_sums + codes / 16, q.scaled_half_sums + codes / 16};
+    moved.quantized = {q.codes + codes,          q.scales + codes / 32,          q.sums + codes / 32, q.scaled_sums + codes / 32,
+                       q.half_sums + codes / 16, q.scaled_half_sums + codes / 16};
   kernels_.linear_tile(moved, tile);
 }
 
@@ -302,11 +306,15 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
       const int64_t in_pass = pass + 1 < passes ? chunk_rows_ : step_.logit_count - (passes - 1) * chunk_rows_;
       const int64_t rows = op.in_loop ? in_pass : op.domain == Domain::tokens ? step_.token_count : step_.logit_count;
       const int64_t first = tile * op.rows_a_tile;
-      return kernels_.run_stages(op.stages.data(), static_cast<int64_t>(op.stages.size()), step_, first, std::min(first + op.rows_a_tile, rows));
+      return kernels_.run_stages(op.stages.data(), static_cast<int64_t>(op.stages.size()), step_, first,
+                                 std::min(first + op.rows_a_tile, rows));
     }
-    case OpKind::linear: return run_linear(op, pass, tile);
-    case OpKind::attention: return kernels_.attention_tile(op.attention, step_, plans_[op.plan].view, tile, scratch);
-    case OpKind::draw: return run_draws(pass, tile, scratch);
+    case OpKind::linear:
+      return run_linear(op, pass, tile);
+    case OpKind::attention:
+      return kernels_.attention_tile(op.attention, step_, plans_[op.plan].view, tile, scratch);
+    case OpKind::draw:
+      return run_draws(pass, tile, scratch);
   }
 }
 
@@ -328,10 +336,18 @@ std::vector<std::string> Tape::labels() const {
   std::vector<std::string> labels;
   for (const Op& op : ops_) {
     switch (op.kind) {
-      case OpKind::rows: labels.push_back("rows x" + std::to_string(op.stages.size())); break;
-      case OpKind::linear: labels.push_back("linear " + std::to_string(op.linear[1].inputs) + " > " + std::to_string(op.linear[1].y_stride)); break;
-      case OpKind::attention: labels.push_back(op.attention.window > 0 ? "attention window" : "attention"); break;
-      case OpKind::draw: labels.push_back("draw"); break;
+      case OpKind::rows:
+        labels.push_back("rows x" + std::to_string(op.stages.size()));
+        break;
+      case OpKind::linear:
+        labels.push_back("linear " + std::to_string(op.linear[1].inputs) + " > " + std::to_string(op.linear[1].y_stride));
+        break;
+      case OpKind::attention:
+        labels.push_back(op.attention.window > 0 ? "attention window" : "attention");
+        break;
+      case OpKind::draw:
+        labels.push_back("draw");
+        break;
     }
   }
   return labels;

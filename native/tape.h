@@ -21,7 +21,7 @@ enum class Domain { tokens, logits };
 struct TapeLimits {
   int64_t max_tokens;
   int64_t max_rows;
-  int64_t table_width;    // blocks a row
+  int64_t table_width;  // blocks a row
   int64_t num_blocks;
   int64_t max_positions;  // length of the rope tables
   int64_t vocab;
@@ -113,7 +113,7 @@ class Tape final : public Program {
   StepView step_ = {};  // of the step that runs
   float* all_logits_ = nullptr;
   std::vector<int32_t> token_rows_;
-  std::vector<int32_t> row_draws_;   // draws of logit row r: draw_order_[row_draws_[r]] up to row_draws_[r + 1]
+  std::vector<int32_t> row_draws_;  // draws of logit row r: draw_order_[row_draws_[r]] up to row_draws_[r + 1]
   std::vector<int32_t> draw_order_;
   std::vector<std::unique_ptr<std::byte[]>> scratch_;  // one a worker, not touched before it is needed
   std::vector<std::byte*> scratch_start_;              // the same, aligned

@@ -20,7 +20,8 @@ namespace noria::NORIA_TIER {
 
 namespace {
 
-template <class F> void map_values(const float* x, float* y, int64_t count, F f) {
+template <class F>
+void map_values(const float* x, float* y, int64_t count, F f) {
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) store(y + i, f(load(x + i)));
   const int rest = static_cast<int>(count - i);
@@ -50,8 +51,20 @@ void noise(uint64_t seed, int64_t position, int32_t stream, float* out, int64_t 
 
 extern const KernelTable kTable;
 const KernelTable kTable = {
-    NORIA_NAME(NORIA_TIER), linear_tile_count, linear_tile, quantize_rows, round_rows_bf16, embed_rows, dequantize_rows,
-    run_stages, attention_scratch_bytes, attention_tile, sampler_scratch_bytes, draw_tile, map, noise,
+    NORIA_NAME(NORIA_TIER),
+    linear_tile_count,
+    linear_tile,
+    quantize_rows,
+    round_rows_bf16,
+    embed_rows,
+    dequantize_rows,
+    run_stages,
+    attention_scratch_bytes,
+    attention_tile,
+    sampler_scratch_bytes,
+    draw_tile,
+    map,
+    noise,
 };
 
 }  // namespace noria::NORIA_TIER

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 from harness import RunningServer
+from tiny_text import write_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +73,15 @@ def test_async_client(server: RunningServer) -> None:
     import asyncio
 
     assert asyncio.run(_stream(server.url))
+
+
+def test_error_inside_a_stream_is_raised(tmp_path: Path) -> None:
+    """Red if the client takes a broken stream for a complete answer."""
+    folder = write_tokenizer(tmp_path / "text")
+    with (
+        RunningServer.fake(folder, "faulty", log=tmp_path / "log") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = client.completions.create(model="fake", prompt="x", max_tokens=50, stream=True)
+        with pytest.raises(openai.APIError, match="invariant"):
+            list(stream)

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny
 
+import tiny
 from noria.backends.torch.backend import TorchBackend
 
 LLAMA3 = {

@@ -125,9 +125,10 @@ def test_stop_string_ends_the_text_before_it_wherever_it_lies(server: RunningSer
 
 def test_stop_is_told_to_the_engine_and_counted_once(server: RunningServer) -> None:
     """Red if a stopped request runs on in the engine, or is counted as aborted, or its tokens after the stop are counted."""
-    names = ("noria_request_success_total", "noria_generation_tokens_total")
+    names = ("noria_request_success_total", "noria_generation_tokens_total", "noria_engine_steps_total")
     before = [server.metric(name) for name in names]
     out = server.complete("weekdays", max_tokens=400, stop=expected("weekdays", 20)[10:13])
+    assert server.metric(names[2]) < before[2] + 200
     assert server.metric(names[0]) == before[0] + 1
     assert server.metric(names[1]) == before[1] + out["usage"]["completion_tokens"]
     assert out["usage"]["completion_tokens"] < 24
@@ -290,7 +291,8 @@ def test_bodies_that_are_not_json_objects_are_400(server: RunningServer, raw: by
 
 def test_unknown_paths_models_and_methods(server: RunningServer) -> None:
     """Red if the error shape is the framework's own."""
-    server.refused("/v1/nothing", {}, status=404)
+    for path in ("/v1/nothing", "/v1/completions/", "//v1/completions", "/"):
+        server.refused(path, {}, status=404)
     assert server.refused("/v1/models/nobody", status=404)["code"] == "model_not_found"
     server.refused(CHAT, {**server.chat("x"), "model": "nobody"}, status=404, param="model")
     for method in ("GET", "DELETE", "PUT", "PATCH", "TRACE", "OPTIONS"):

@@ -13,6 +13,7 @@ from noria.server import wire
 from noria.server.app import make_app
 from noria.server.context import ServerContext
 from noria.server.dialect import finite
+from noria.server.engine_process import serve as serve_engine
 from noria.server.serve import example_request, report_line
 from noria.types import EngineRequest, EngineStats, FinishReason, Phase, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -124,3 +125,59 @@ def test_an_app_can_be_made_before_the_engine_is_there() -> None:
     from noria.config import EngineConfig, ServeConfig
 
     make_app(ServerContext(EngineConfig(model="m"), ServeConfig()))
+
+
+class _Script:
+    """A channel that hands out prepared messages, and keeps what is sent."""
+
+    def __init__(self, *rounds: list[wire.ToEngine]) -> None:
+        self.rounds = list(rounds)
+        self.sent: list[wire.FromEngine] = []
+        self.waited: list[bool] = []
+
+    def receive(self, *, wait: bool) -> list[wire.ToEngine]:
+        self.waited.append(wait)
+        return self.rounds.pop(0)
+
+    def send(self, message: wire.FromEngine) -> None:
+        self.sent.append(message)
+
+
+class _LongPrefill:
+    """An engine that needs three steps before it says anything."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.added: list[EngineRequest] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.added) and self.steps < 3
+
+    def add(self, request: EngineRequest) -> None:
+        self.added.append(request)
+
+    def abort(self, request_id: int) -> list[SequenceOutput]:
+        return []
+
+    def step(self) -> list[SequenceOutput]:
+        self.steps += 1
+        return [SequenceOutput(request_id=1, index=0, tokens=(5,))] if self.steps == 3 else []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=self.steps, running=int(self.has_work))
+
+    def close(self) -> None:
+        pass
+
+
+def test_engine_loop_tells_gauges_between_outputs_and_blocks_only_without_work() -> None:
+    """Red if a long prompt leaves the gauges old, a ping waits for its end, or the loop polls while idle."""
+    request = EngineRequest(request_id=1, prompt=(1,), params=SamplingParams(seed=0))
+    script = _Script([wire.Add(request=request)], [wire.Ping(nonce=4)], [], [wire.Abort(request_id=9)], [wire.Stop()])
+    serve_engine(_LongPrefill(), script)  # type: ignore[arg-type]
+    assert script.waited == [True, False, False, True, True]
+    steps = [message.stats.steps for message in script.sent if isinstance(message, wire.Outputs)]
+    assert steps == [1, 2, 3]
+    assert isinstance(script.sent[1], wire.Pong)
+    assert [len(m.outputs) for m in script.sent if isinstance(m, wire.Outputs)] == [0, 0, 1]

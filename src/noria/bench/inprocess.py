@@ -14,7 +14,8 @@ from noria.types import EngineRequest, SamplingParams
 def run_engine(engine: Engine, items: list[WorkItem]) -> tuple[list[RequestTimes], float]:
     """Run the items, each admitted at its arrival time; returns the times and the wall time in seconds."""
     began = time.perf_counter()
-    waiting, times = list(reversed(items)), {}
+    waiting = list(reversed(items))
+    times: dict[int, RequestTimes] = {}
     while waiting or engine.has_work:
         now = time.perf_counter()
         while waiting and began + waiting[-1].arrival <= now:

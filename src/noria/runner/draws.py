@@ -32,7 +32,7 @@ class Segment(NamedTuple):
     """A run of draws of one row from consecutive logit rows."""
 
     row: int
-    count: int
+    length: int
     logit_row: int  # of the first draw
     position: int  # of the first drawn token
     stream: int  # OWN_STREAM: the row's
@@ -181,18 +181,18 @@ def _sparse_lists(
         lists = None if s.scored else rows.lists[s.row]
         if lists is None:
             for part in (history, bias, bans):
-                part.empty(s.count)
+                part.empty(s.length)
             continue
         if lists.history is None:
-            history.empty(s.count)
+            history.empty(s.length)
         else:
             _append_histories(history, s, rows, lists.history)
-        for _ in range(s.count):
+        for _ in range(s.length):
             bias.append(lists.bias_tokens, lists.bias_values)
-        banned = min(max(lists.first_free - s.position, 0), s.count)
+        banned = min(max(lists.first_free - s.position, 0), s.length)
         for _ in range(banned):
             bans.append(lists.stop_ids)
-        bans.empty(s.count - banned)
+        bans.empty(s.length - banned)
     return history, bias, bans
 
 
@@ -200,9 +200,9 @@ def _append_histories(out: _CompressedRows[np.int32], segment: Segment, rows: Ro
     """The tokens before each drawn one. Those after the first drawn position are drafts, which the row must not remember."""
     history.extend(rows.tokens[segment.row], segment.position)
     out.append(*history.arrays())
-    if segment.count > 1:
+    if segment.length > 1:
         drafted = history.copy()
-        for position in range(segment.position + 1, segment.position + segment.count):
+        for position in range(segment.position + 1, segment.position + segment.length):
             drafted.extend(rows.tokens[segment.row], position)
             out.append(*drafted.arrays())
 

@@ -38,6 +38,7 @@ def make_app(context: ServerContext) -> ASGIApp:
         routes=routes,
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, 500: _on_fault},
     )
+    app.router.redirect_slashes = False  # a path is right or unknown; clients do not repeat a POST after a redirect
     return Gate(app, context)
 
 

@@ -174,7 +174,7 @@ def serve(engine: ServedEngine, channel: Channel) -> None:
             outputs.extend(engine.step())
         stats = engine.stats()
         if outputs or not stats == told:  # noqa: SIM201 - msgspec: x != x is True
-            # Also without outputs: after the last abort the gauges must fall, though no step follows.
+            # Also without outputs: a step inside a long prompt makes none, and moves the gauges.
             channel.send(Outputs(outputs=tuple(outputs), stats=stats))
             told = stats
 
