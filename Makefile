@@ -22,15 +22,15 @@ test: $(VENV)/.tested
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.checked
-	$(BIN)/ruff format --check src tests tools
-	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
 	$(BIN)/clang-format --dry-run --Werror native/*.h native/*.cpp
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 format: $(VENV)/.checked
-	$(BIN)/ruff format src tests tools
-	$(BIN)/ruff check --fix src tests tools
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
 	$(BIN)/clang-format -i native/*.h native/*.cpp
 
 bench: $(VENV)/.installed

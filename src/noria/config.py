@@ -20,9 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["q4", "q8", "bf16", "f32"] | None,
         Meta(description="re-quantise a float checkpoint at load (default: as the file is; f32 and f16 files become bf16)"),
     ] = None
-    max_model_len: (
-        Annotated[int, Meta(ge=1, description="longest prompt + output; default: the model's context")] | None
-    ) = None
+    max_model_len: Annotated[int, Meta(ge=1, description="longest prompt + output; default: the model's context")] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most sequences that run at once")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16, le=65536, description="token budget of a step")] = 512
     long_prefill_token_threshold: Annotated[
@@ -36,9 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "auto"
     )
     kv_cache_memory_bytes: (
-        Annotated[
-            int, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")
-        ]
+        Annotated[int, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")]
         | None
     ) = None
     async_depth: Annotated[int, Meta(ge=0, le=1, description="steps planned ahead of the device; 0 is right on CPU")] = 0

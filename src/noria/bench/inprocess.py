@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from noria.core.engine import Engine
-
 from noria.bench.report import RequestTimes
 from noria.bench.workload import WorkItem
+from noria.core.engine import Engine
 from noria.types import EngineRequest, SamplingParams
 
 

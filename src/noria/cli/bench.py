@@ -55,7 +55,6 @@ def _show(args: argparse.Namespace, figures: dict[str, float]) -> int:
 
 def _in_process(args: argparse.Namespace) -> int:
     from noria.assembly import build_engine
-
     from noria.bench.inprocess import run_engine
     from noria.bench.report import summary
     from noria.bench.workload import WorkloadSpec, generate
