@@ -213,9 +213,10 @@ class LLM:
                         raise NoriaError(f"request {output.request_id} ended early: {running.failure_text or running.failure}")
                     if delta is not None:
                         yield running, delta
-                    if running.ended:
-                        for last in self._engine.abort(output.request_id):
+                    if delta is not None and delta.finish_reason is not None and output.finish_reason is None:
+                        for last in self._engine.abort(output.request_id, output.index):  # a stop string
                             running.take(last)
+                    if running.closed:
                         del open_answers[output.request_id]
         finally:
             for request_id in open_answers:

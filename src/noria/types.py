@@ -43,7 +43,7 @@ class FinishReason(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings follow OpenAI and vLLM.
 
-    `check()` raises `RequestError` for a value outside its range; the engine assumes checked values.
+    The shells check the ranges (`noria.server.validate.check_params`); the engine assumes checked values.
     """
 
     n: int = 1

@@ -151,6 +151,30 @@ def test_abort_at_any_moment_ends_every_choice_once_and_leaks_nothing(depth: int
     assert engine.stats().finished == {"abort": 1, "length": 1}
 
 
+@DEPTHS
+def test_one_choice_can_end_while_the_others_go_on(depth: int) -> None:
+    """Red when a choice that a stop string has ended is decoded to its limit, or takes its siblings with it."""
+    engine, _ = make_engine(async_depth=depth)
+    request = make_request(20, max_tokens=50, n=3, temperature=1.0)
+    collector = Collector()
+    engine.add(request)
+    assert engine.abort(request.request_id, 1) == []  # before the fork there is nothing to end
+    for _ in range(8):
+        collector.take(engine.step())
+    ended = engine.abort(request.request_id, 1)
+    assert [(o.index, o.finish_reason) for o in ended] == [(1, FinishReason.ABORT)]
+    assert engine.abort(request.request_id, 1) == []
+    collector.take(ended)
+    assert engine.stats().running == 2
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.audit()
+    expected = alone(request, (FULL,), engine.max_model_len)
+    for index in (0, 2):
+        assert collector.of(request, index).content == expected[index].content
+    assert engine.stats().kv_usage == 0
+
+
 def test_blocks_in_flight_are_freed_only_when_the_step_is_back() -> None:
     """Red when abort frees what the device still writes to."""
     engine, _ = make_engine(async_depth=1)

@@ -79,8 +79,8 @@ class FakeEngine:
             raise RequestError("the fake engine refuses 1 2 3", param="prompt")
         self._waiting.append(request)
 
-    def abort(self, request_id: int) -> list[SequenceOutput]:
-        return self._end([request_id], FinishReason.ABORT)
+    def abort(self, request_id: int, index: int | None = None) -> list[SequenceOutput]:
+        return self._end([request_id], FinishReason.ABORT, index)
 
     @property
     def has_work(self) -> bool:
@@ -171,12 +171,13 @@ class FakeEngine:
         others = tuple((token + i) % 256 for i in range(top))
         return TokenLogprobs(token, -0.25, others, tuple(-0.25 - i for i in range(top)))
 
-    def _end(self, ids: list[int], reason: FinishReason) -> list[SequenceOutput]:
-        ended = [c for c in self._running if c.request.request_id in ids]
-        ended += [Running(r, i, 0) for r in self._waiting if r.request_id in ids for i in range(r.params.n)]
-        self._waiting = [r for r in self._waiting if r.request_id not in ids]
-        self._running = [c for c in self._running if c.request.request_id not in ids]
-        for _ in {c.request.request_id for c in ended}:
+    def _end(self, ids: list[int], reason: FinishReason, only: int | None = None) -> list[SequenceOutput]:
+        ended = [c for c in self._running if c.request.request_id in ids and only in (None, c.index)]
+        if only is None:
+            ended += [Running(r, i, 0) for r in self._waiting if r.request_id in ids for i in range(r.params.n)]
+            self._waiting = [r for r in self._waiting if r.request_id not in ids]
+        self._running = [c for c in self._running if c not in ended]
+        for _ in {c.request.request_id for c in ended} - {c.request.request_id for c in self._running}:
             self._finished[reason.value] = self._finished.get(reason.value, 0) + 1
         return [
             SequenceOutput(

@@ -157,7 +157,7 @@ class _LongPrefill:
     def add(self, request: EngineRequest) -> None:
         self.added.append(request)
 
-    def abort(self, request_id: int) -> list[SequenceOutput]:
+    def abort(self, request_id: int, index: int | None = None) -> list[SequenceOutput]:
         return []
 
     def step(self) -> list[SequenceOutput]:

@@ -156,9 +156,16 @@ class Engine:
         if deadlines:
             heapq.heappush(self._deadlines, (min(deadlines), request.request_id))
 
-    def abort(self, request_id: int) -> list[SequenceOutput]:
-        """End a request now, whatever it is doing: the last outputs of its open choices. [] if it has ended already."""
-        return self._end(request_id, FinishReason.ABORT, self._clock())
+    def abort(self, request_id: int, index: int | None = None) -> list[SequenceOutput]:
+        """End a request now, or one choice of it, whatever it is doing: the last outputs of the choices that this ended.
+
+        [] if it has ended already, and for a choice that is not a sequence of its own yet: before the fork nothing is wasted.
+        """
+        if index is not None:
+            record = self.records.get(request_id)
+            if record is None or index not in record.open or (index not in record.sequences):
+                return []
+        return self._end(request_id, FinishReason.ABORT, self._clock(), index)
 
     def step(self) -> list[SequenceOutput]:
         """Plan, run and commit one step: what it made. EngineDead if the runner fails."""
@@ -349,13 +356,13 @@ class Engine:
         first, *others = self._end(sequence.request.request_id, FinishReason.LENGTH, now)
         self._outputs += [msgspec.structs.replace(first, prompt_logprobs=_scores(sequence)), *others]
 
-    def _end(self, request_id: int, reason: FinishReason, now: float) -> list[SequenceOutput]:
-        """End all open choices of a request: their terminal outputs."""
+    def _end(self, request_id: int, reason: FinishReason, now: float, only: int | None = None) -> list[SequenceOutput]:
+        """End all open choices of a request, or only one: their terminal outputs."""
         record = self.records.get(request_id)
         if record is None:
             return []
         outputs = []
-        for index in sorted(record.open):
+        for index in sorted(record.open) if only is None else (only,):
             sequence = record.sequences.get(index, record.sequences[0])
             if sequence.state is not State.FINISHED:
                 self.scheduler.finish(sequence, now)

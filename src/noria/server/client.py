@@ -171,6 +171,11 @@ class EngineClient:
             if request_id in self._open and self._dead is None:
                 self._send(Abort(request_id=request_id))
 
+    def abort_choice(self, request_id: int, index: int) -> None:
+        """End one choice of a request; the others go on."""
+        if request_id in self._open and self._dead is None:
+            self._send(Abort(request_id=request_id, index=index))
+
     def abort_all(self) -> None:
         """End every request."""
         self.abort(*self._open)

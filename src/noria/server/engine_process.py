@@ -54,8 +54,8 @@ class ServedEngine(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it cannot be taken (429 with a full queue)."""
 
-    def abort(self, request_id: int) -> Sequence[SequenceOutput]:
-        """End a request now: the last outputs of its open choices. Nothing for an unknown id."""
+    def abort(self, request_id: int, index: int | None = None) -> Sequence[SequenceOutput]:
+        """End a request, or one choice of it, now: the last outputs of what this ended. Nothing for an unknown id."""
 
     def step(self) -> Sequence[SequenceOutput]:
         """Plan and run one step."""
@@ -164,8 +164,8 @@ def serve(engine: ServedEngine, channel: Channel) -> None:
                         engine.add(request)
                     except RequestError as error:
                         channel.send(_refused(request, error))
-                case Abort(request_id=request_id):
-                    outputs.extend(engine.abort(request_id))
+                case Abort(request_id=request_id, index=index):
+                    outputs.extend(engine.abort(request_id, index))
                 case Ping(nonce=nonce):
                     channel.send(Pong(nonce=nonce, stats=engine.stats()))
                 case Stop():

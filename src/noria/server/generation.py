@@ -85,7 +85,7 @@ class Generation:
         return timeline(self._last.phases, time.monotonic() - self._arrival)
 
     def _take(self, position: int, output: SequenceOutput, now: float) -> Delta | None:
-        """One output: its delta, the request's abort once its text has ended, and the counts."""
+        """One output: its delta, the choice's abort once its text has ended, and the counts."""
         answer = self.answers[position]
         delta = answer.take(output)
         if position not in self._prefilled and (output.tokens or output.finish_reason is FinishReason.LENGTH):
@@ -97,8 +97,8 @@ class Generation:
             self._metrics.generated(len(delta.tokens), None if before is None else now - before)
         if answer.closed:
             self._close(position, answer.failure or answer.reason, now)
-        elif answer.ended:
-            self._client.abort(output.request_id)  # by a stop string, which the engine does not know
+        elif delta is not None and delta.finish_reason is not None and output.finish_reason is None:
+            self._client.abort_choice(output.request_id, output.index)  # a stop string, which the engine does not know
         return delta
 
     def _close(self, position: int, reason: FinishReason, now: float) -> None:

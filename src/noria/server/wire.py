@@ -103,9 +103,10 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request; its open choices end with FinishReason.ABORT. Unknown ids are ignored: it may just have ended."""
+    """End a request, or one choice of it, with FinishReason.ABORT. Unknown ids are ignored: it may just have ended."""
 
     request_id: int
+    index: int | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,7 @@ A new architecture is one entry of `ARCHITECTURES`. The keys are those of ggml's
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -200,12 +201,16 @@ def _rope_scaling(file: GGUFFile, prefix: str) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": file.number(f"{prefix}.rope.scale_linear")}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": file.number(f"{prefix}.rope.scaling.factor", 1.0)}
     for theirs, ours in (
-        ("attn_factor", "attention_factor"),
         ("yarn_beta_fast", "beta_fast"),
         ("yarn_beta_slow", "beta_slow"),
     ):
         if f"{prefix}.rope.scaling.{theirs}" in file.metadata:
             scaling[ours] = _shortest(file.number(f"{prefix}.rope.scaling.{theirs}"))
+    attention = f"{prefix}.rope.scaling.attn_factor"
+    if (
+        attention in file.metadata
+    ):  # there it multiplies YaRN's own factor, in Hugging Face's configuration it stands for the product
+        scaling["attention_factor"] = _shortest(file.number(attention)) * (1.0 + 0.1 * math.log(max(scaling["factor"], 1.0)))
     if f"{prefix}.rope.scaling.original_context_length" in file.metadata:
         scaling["original_max_position_embeddings"] = file.integer(f"{prefix}.rope.scaling.original_context_length", minimum=1)
     return scaling
