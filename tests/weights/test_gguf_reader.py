@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 import tracemalloc
@@ -291,6 +292,8 @@ def test_rope_scaling(tmp_path: Path) -> None:
     }
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0}
     assert checkpoint_with(tmp_path, extra).config["rope_scaling"] == yarn
+    scaled = checkpoint_with(tmp_path, extra | {"llama.rope.scaling.attn_factor": 0.5}).config["rope_scaling"]
+    assert scaled["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * math.log(4.0)))  # GGUF's multiplies YaRN's own
 
 
 def test_rope_frequency_factors_reach_the_config(tmp_path: Path) -> None:
