@@ -87,8 +87,8 @@ class Draws:
     Adjustments are applied to a copy of the row in this order: repetition penalty, presence and frequency, bias, bans; then
     temperature, top_k, top_p, min_p (each on what the one before left; ties by lower id first), then
     arg max of logit / temperature + Gumbel noise(seed, position, stream, token). Temperature 0: arg max, lowest id on ties.
-    The noise is the same on every backend: Philox4x32-10, key the seed, counter (position low, position high, stream, token / 4),
-    gives the words of four tokens; u = (word + 1/2) / 2^32; noise = -log(-log(u)).
+    The noise is the same on every backend: Philox4x32-10, key the seed, counter (position low, position high, stream,
+    token / 4), gives the words of four tokens; u = (word + 1/2) / 2^32; noise = -log(-log(u)).
     `target` >= 0 scores that token instead of drawing.
 
     Sparse lists in compressed rows: draw d owns entries [offsets[d], offsets[d + 1]).

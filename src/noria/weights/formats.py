@@ -13,7 +13,8 @@ zero weights. Inside a panel the inner dimension runs slowest, in groups, so tha
     value = scale * (code - 8)          q4 without (Q4_0);   scale * (code - 128)   q8 without (Q8_0, Q5_0, Q6_K)
 
 Scales and minima are float16 as in the file, or float32 where two-level scales do not fit float16 exactly (Q4_K, Q5_K, Q6_K).
-`inputs` is padded up to a multiple of 32 (q8, q4) or 2 (bf16) with zero weights. Padding columns have scale, minimum and codes 0.
+`inputs` is padded up to a multiple of 32 (q8, q4) or 2 (bf16) with zero weights.
+Padding columns have scale, minimum and codes 0.
 """
 
 from __future__ import annotations
