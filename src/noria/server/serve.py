@@ -195,10 +195,11 @@ def example_request(url: str, model: str, *, chat: bool, key: bool) -> str:
     """A curl command line that works: a chat, or a completion for a model without a chat template."""
     if chat:
         path = "/v1/chat/completions"
-        body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        question = {"role": "user", "content": "Why is the sky blue?"}
+        body: dict[str, object] = {"model": model, "messages": [question], "max_tokens": 80, "temperature": 0}
     else:
         path = "/v1/completions"
-        body = {"model": model, "prompt": "The capital of France is", "max_tokens": 32}
+        body = {"model": model, "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
     command = ["curl", "-s", url + path, "-H", "Content-Type: application/json"]
     line = shlex.join(command) + (' -H "Authorization: Bearer $API_KEY"' if key else "")
     return f"{line} -d {shlex.quote(json.dumps(body))}"
