@@ -11,6 +11,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 import pytest
+from contract import fma
 from panels import FORMATS, Packed, pack_codes, pack_values, random_matrix, random_rows, to_bf16
 
 from noria.backends.cpu import _native
@@ -28,22 +29,6 @@ by_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 
 # -- the reference --------------------------------------------------------------------------------------------------------
-
-
-def fma(a: F32, b: F32, c: F32) -> F32:
-    """Exact a * b + c, rounded once to float32, for normal results.
-
-    The product of two float32 is exact in float64. The sum is rounded to odd there, which makes the second rounding, to
-    float32, come out as if it were the only one (Boldo and Melquiond, 2008).
-    """
-    product, addend = np.broadcast_arrays(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
-    total = product + addend
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    even = (total.view(np.int64) & 1) == 0
-    toward = np.where(error > 0, np.inf, -np.inf)
-    rounded: F32 = np.where((error != 0) & even, np.nextafter(total, toward), total).astype(np.float32)
-    return rounded
 
 
 def quantized(x: F32) -> tuple[I32, F32]:

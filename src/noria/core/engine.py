@@ -163,7 +163,7 @@ class Engine:
         """
         if index is not None:
             record = self.records.get(request_id)
-            if record is None or index not in record.open or (index not in record.sequences):
+            if record is None or index not in record.open or index not in record.sequences:
                 return []
         return self._end(request_id, FinishReason.ABORT, self._clock(), index)
 
