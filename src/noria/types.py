@@ -6,6 +6,7 @@ Every value here is frozen, imports nothing but msgspec, and can travel between 
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -40,6 +41,17 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
 
 
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text of an answer must match from its first character to its last. `value` by `kind`:
+
+    json_object: nothing, any JSON object; json_schema: the schema, as JSON; regex: the expression; choice: a JSON list of
+    strings; grammar: Lark's notation as llguidance reads it; structural_tag: vLLM's object, as JSON.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
+    value: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings follow OpenAI and vLLM.
 
@@ -65,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: none; k: of the sampled token and of the k most likely
     prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     @property
     def greedy(self) -> bool:
