@@ -150,6 +150,11 @@ def sessions_of(
     from noria.bench.sharegpt import estimate_tokens, sharegpt_sessions
 
     found = tokenizer()
+
+    def ids(text: str) -> list[int]:
+        assert found is not None
+        return found.encode(text, add_special_tokens=True, parse_special=False)
+
     if found is None:
         return sharegpt_sessions(
             arguments.dataset_path, spec, output_len=arguments.sharegpt_output_len, count=estimate_tokens
@@ -158,8 +163,8 @@ def sessions_of(
         arguments.dataset_path,
         spec,
         output_len=arguments.sharegpt_output_len,
-        encode=(lambda text: tuple(found.encode(text))) if as_ids else (lambda text: text),
-        count=lambda text: len(found.encode(text)),
+        encode=(lambda text: tuple(ids(text))) if as_ids else (lambda text: text),
+        count=lambda text: len(ids(text)),
     )
 
 
