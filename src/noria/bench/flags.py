@@ -48,14 +48,16 @@ def tell(text: str) -> None:
 
 
 class Stages:
-    """Tells the stages of a start; of one that counts up in per cent, a line a second."""
+    """Tells the stages of a start; of one that counts up in per cent, a line a second. `only_long`: nothing but those."""
 
-    def __init__(self) -> None:
-        self._last = 0.0
+    def __init__(self, *, only_long: bool = False) -> None:
+        self._only_long = only_long
+        self._last = time.monotonic()
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
-        if " %" in text and now - self._last < 1.0:
+        counts = " %" in text
+        if (counts and now - self._last < 1.0) or (self._only_long and not counts):
             return
         self._last = now
         tell(text)

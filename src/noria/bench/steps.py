@@ -28,7 +28,7 @@ class SteppedModel:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.model = load_model(config, Stages())
+        self.model = load_model(config, Stages(only_long=True))
         self.executable, self.backend = build_executable(config, self.model)
         self.rows = step_tables(config, self.model)
         self._groups = len(layer_groups(self.model.spec))
