@@ -20,48 +20,53 @@ constexpr int kDown = 4, kAcross = 3;  // 12 chains of one register: an instruct
 constexpr int kDown = 2, kAcross = 2;  // 4 chains of two registers
 #endif
 
-template <class Sum, class Operand, class Load, class Dot>
-inline void peak_loop(Sum (&sums)[kDown * kAcross], int64_t rounds, const unsigned char* operands, Load load_operand, Dot dot) {
+// The sums are a local array that full unrolling turns into registers.
+template <class Sum, class Operand, class Load, class Dot, class Add>
+inline Sum peak_loop(Sum start, int64_t rounds, const unsigned char* operands, Load load_operand, Dot dot, Add add) {
+  Sum sums[kDown * kAcross];
+#pragma GCC unroll 16
+  for (int i = 0; i < kDown * kAcross; ++i) sums[i] = start;
   for (int64_t round = 0; round < rounds; ++round) {
     asm volatile("" : : "r"(operands) : "memory");
     Operand a[kDown], b[kAcross];
+#pragma GCC unroll 16
     for (int i = 0; i < kDown; ++i) a[i] = load_operand(operands + 64 * i);
+#pragma GCC unroll 16
     for (int j = 0; j < kAcross; ++j) b[j] = load_operand(operands + 64 * (kDown + j));
-    for (int i = 0; i < kDown; ++i)
-      for (int j = 0; j < kAcross; ++j) sums[i * kAcross + j] = dot(sums[i * kAcross + j], a[i], b[j]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kDown * kAcross; ++i) sums[i] = dot(sums[i], a[i / kAcross], b[i % kAcross]);
   }
+  Sum all = sums[0];
+#pragma GCC unroll 16
+  for (int i = 1; i < kDown * kAcross; ++i) all = add(all, sums[i]);
+  return all;
 }
 
 // Runs `rounds` rounds over operands [kLimitOperandBytes]; writes something that depends on every sum to `sink` (64 bytes). Returns the
 // operations done: a multiplication and its addition are two.
 inline int64_t peak(LimitUnit unit, int64_t rounds, const unsigned char* operands, unsigned char* sink) {
-  constexpr int kChains = kDown * kAcross;
+  const int64_t lanes = rounds * kDown * kAcross * 16;
   if (unit == LimitUnit::u8s8) {
-    vi16 sums[kChains];
-    for (vi16& s : sums) s = set1_i32(0);
-    peak_loop<vi16, vi16>(
-        sums, rounds, operands, [](const unsigned char* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); },
-        [](vi16 sum, vi16 a, vi16 b) { return dot_u8s8(sum, a, b); });
-    vi16 all = sums[0];
-    for (int i = 1; i < kChains; ++i) all = all ^ sums[i];
-    store_i32(reinterpret_cast<int32_t*>(sink), all);
-    return rounds * kChains * 16 * 4 * 2;
+    const auto load_codes = [](const unsigned char* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); };
+    const vi16 sum = peak_loop<vi16, vi16>(
+        set1_i32(0), rounds, operands, load_codes, [](vi16 s, vi16 a, vi16 b) { return dot_u8s8(s, a, b); },
+        [](vi16 x, vi16 y) { return x ^ y; });
+    store_i32(reinterpret_cast<int32_t*>(sink), sum);
+    return lanes * 4 * 2;
   }
-  vf16 sums[kChains];
-  for (vf16& s : sums) s = zero();
-  const bool pairs = unit == LimitUnit::bf16;
-  if (pairs)
-    peak_loop<vf16, bf16x32>(
-        sums, rounds, operands, [](const unsigned char* p) { return load_pairs(reinterpret_cast<const uint16_t*>(p)); },
-        [](vf16 sum, bf16x32 a, bf16x32 b) { return dot_pairs(sum, a, b); });
-  else
-    peak_loop<vf16, vf16>(
-        sums, rounds, operands, [](const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); },
-        [](vf16 sum, vf16 a, vf16 b) { return fma(a, b, sum); });
-  vf16 all = sums[0];
-  for (int i = 1; i < kChains; ++i) all = all + sums[i];
-  store(reinterpret_cast<float*>(sink), all);
-  return rounds * kChains * 16 * 2 * (pairs ? 2 : 1);
+  const auto add = [](vf16 x, vf16 y) { return x + y; };
+  if (unit == LimitUnit::bf16) {
+    const auto load_bf16 = [](const unsigned char* p) { return load_pairs(reinterpret_cast<const uint16_t*>(p)); };
+    const vf16 sum = peak_loop<vf16, bf16x32>(
+        zero(), rounds, operands, load_bf16, [](vf16 s, bf16x32 a, bf16x32 b) { return dot_pairs(s, a, b); }, add);
+    store(reinterpret_cast<float*>(sink), sum);
+    return lanes * 2 * 2;
+  }
+  const auto load_f32 = [](const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); };
+  const vf16 sum = peak_loop<vf16, vf16>(
+      zero(), rounds, operands, load_f32, [](vf16 s, vf16 a, vf16 b) { return fma(a, b, s); }, add);
+  store(reinterpret_cast<float*>(sink), sum);
+  return lanes * 2;
 }
 
 // Reads `bytes` bytes, a multiple of 256.
