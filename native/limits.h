@@ -33,6 +33,7 @@ inline Sum peak_loop(Sum start, int64_t rounds, const unsigned char* operands, L
     for (int i = 0; i < kDown; ++i) a[i] = load_operand(operands + 64 * i);
 #pragma GCC unroll 16
     for (int j = 0; j < kAcross; ++j) b[j] = load_operand(operands + 64 * (kDown + j));
+    asm volatile("" : : "r"(operands) : "memory");  // loaded once, by now: not again as an operand of each instruction
 #pragma GCC unroll 16
     for (int i = 0; i < kDown * kAcross; ++i) sums[i] = dot(sums[i], a[i / kAcross], b[i % kAcross]);
   }

@@ -63,13 +63,13 @@ class Stages:
         tell(text)
 
 
-def warmed_engine(config: EngineConfig) -> BuiltEngine:
+def warmed_engine(config: EngineConfig, *, quiet: bool = False) -> BuiltEngine:
     """An engine in this process that has run a prompt, so that the first measured step is like the others."""
     from noria.assembly import build_engine
     from noria.bench.inprocess import run_engine
     from noria.bench.workload import random_ids
 
-    built = build_engine(config, progress=Stages())
+    built = build_engine(config, progress=Stages(only_long=quiet))
     room = built.engine.max_model_len
     spec = WorkloadSpec(num_prompts=1, input_len=min(32, max(room // 2, 1)), output_len=min(8, max(room // 4, 1)), seed=-1)
     run_engine(built.engine, generate(spec, random_ids(built.spec.vocab_size)))

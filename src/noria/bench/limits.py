@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from noria.backends.cpu import _native
 from noria.backends.cpu.memory import address, anonymous
 
-TRIES = 5
+TRIES = 8
 TRY_S = 0.02
 MEMORY_BYTES = 256 << 20
 CACHE_BYTES = 4 << 20
