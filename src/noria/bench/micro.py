@@ -141,7 +141,10 @@ def aligned(matrix: PackedMatrix) -> PackedMatrix:
 
 
 def random_raw(outputs: int, inputs: int, kind: str, rng: np.random.Generator) -> RawTensor:
-    """Weights of about unit variance over `inputs`. Inputs that blocks of 32 do not divide have no quantised type."""
+    """Weights that keep the size of what they multiply, in one of the types Q4_0, Q4_1, Q8_0, BF16 and F32.
+
+    ValueError for inputs that the type's blocks do not divide.
+    """
     block = BLOCKS[kind]
     if inputs % block.elements:
         raise ValueError(f"{kind} comes in blocks of {block.elements}, and {inputs} inputs are no multiple of that")
@@ -151,8 +154,8 @@ def random_raw(outputs: int, inputs: int, kind: str, rng: np.random.Generator) -
         data = values.view(np.uint8) if kind == "F32" else to_bf16(values).view(np.uint8)
         return RawTensor("random", (outputs, inputs), kind, data)
     blocks = rng.integers(0, 256, (outputs, inputs // block.elements, block.nbytes), np.uint8)
-    # The block's half-precision scale, and for Q4_1 its minimum, so that the codes 0 to 15 are centred.
-    steps = 15 if kind == "Q4_1" else 254
+    # A block begins with its half-precision scale; Q4_1's codes 0 to 15 are centred by the minimum behind it.
+    steps = 254 if kind == "Q8_0" else 15
     header = [2 * scale / steps, -scale] if kind == "Q4_1" else [2 * scale / steps]
     blocks[:, :, : 2 * len(header)] = np.array(header, np.float16).view(np.uint8)
     return RawTensor("random", (outputs, inputs), kind, blocks.reshape(outputs, -1))
