@@ -56,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write a Llama with random weights as a GGUF file.")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--shape", choices=SHAPES, default="1.2b")
-    parser.add_argument("--type", choices=TYPES, default="q4_0", help="of the matrices; the embedding is Q8_0, or BF16 with bf16")
+    parser.add_argument(
+        "--type", choices=TYPES, default="q4_0", help="of the matrices; the embedding is Q8_0, or BF16 with bf16"
+    )
     parser.add_argument("--tokenizer-from", type=Path, required=True, help="a GGUF file to copy the tokenizer from")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)

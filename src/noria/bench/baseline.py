@@ -91,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"runs of each workload [{RUNS}]")
     group.add_argument("--file", type=Path, default=DEFAULT_FILE, metavar="FILE", help=f"the baselines [{DEFAULT_FILE}]")
     group.add_argument("--record", action="store_true", help="store what is measured as this machine's baseline")
-    group.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X", help=f"how much lower is a failure [{TOLERANCE}]")
+    group.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, metavar="X", help=f"how much lower is a failure [{TOLERANCE}]"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -157,7 +159,9 @@ def measured(workload: Workload, built: BuiltEngine, probe: LimitProbe, runs: in
     for index in range(runs):
         items = workload.requests(make, index)
         if max(len(prompt) + tokens for prompt, tokens in items) > room:
-            raise ConfigError(f"{workload.name} does not fit in {room} tokens: raise --max-model-len, or choose others with --only")
+            raise ConfigError(
+                f"{workload.name} does not fit in {room} tokens: raise --max-model-len, or choose others with --only"
+            )
         before = _reference(workload, probe, built.ledger.weights)
         times, seconds = run_engine(built.engine, [Session((Turn(prompt, tokens),)) for prompt, tokens in items])
         reference = (before + _reference(workload, probe, built.ledger.weights)) / 2

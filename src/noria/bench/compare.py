@@ -1,6 +1,6 @@
 """noria bench compare: two settings of the engine over one workload, in this process, in interleaved pairs.
 
-    noria bench compare MODEL --a '--threads 1' --b '--threads 2'
+noria bench compare MODEL --a '--threads 1' --b '--threads 2'
 """
 
 from __future__ import annotations

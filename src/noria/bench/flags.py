@@ -85,14 +85,14 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, num_prompts: int, inp
     group.add_argument("--dataset-name", choices=DATASETS, default="random", help="what is asked [random]")
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="a ShareGPT JSON file, for sharegpt")
     group.add_argument("--num-prompts", type=int, default=num_prompts, metavar="N", help=f"requests in all [{num_prompts}]")
+    group.add_argument("--random-input-len", type=int, default=input_len, metavar="N", help=f"prompt tokens [{input_len}]")
+    group.add_argument("--random-output-len", type=int, default=output_len, metavar="N", help=f"output tokens [{output_len}]")
     group.add_argument(
-        "--random-input-len", type=int, default=input_len, metavar="N", help=f"prompt tokens [{input_len}]"
-    )
-    group.add_argument(
-        "--random-output-len", type=int, default=output_len, metavar="N", help=f"output tokens [{output_len}]"
-    )
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths vary by this share either way, in [0, 1) [0]"
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="lengths vary by this share either way, in [0, 1) [0]",
     )
     group.add_argument(
         "--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts of random have in common [0]"
@@ -158,9 +158,7 @@ def sessions_of(
         return found.encode(text, add_special_tokens=True, parse_special=False)
 
     if found is None:
-        return sharegpt_sessions(
-            arguments.dataset_path, spec, output_len=arguments.sharegpt_output_len, count=estimate_tokens
-        )
+        return sharegpt_sessions(arguments.dataset_path, spec, output_len=arguments.sharegpt_output_len, count=estimate_tokens)
     return sharegpt_sessions(
         arguments.dataset_path,
         spec,

@@ -51,9 +51,7 @@ def _point(kernel: str, unit: str, m: Measured, copies: int, *, cached: bool = F
     return Point(kernel, unit, cached, m.seconds / copies, m.operations / copies, m.nbytes / copies)
 
 
-def linear_points(
-    machine: Machine, name: str, outputs: int, inputs: int, kind: str, rows: Sequence[int]
-) -> Iterator[Point]:
+def linear_points(machine: Machine, name: str, outputs: int, inputs: int, kind: str, rows: Sequence[int]) -> Iterator[Point]:
     """y = x W^T at each number of rows, over copies of W that no cache holds together."""
     if kind in ("q4", "q8") and inputs % 32:
         return  # such a matrix has no blocks: the loader gives it another format
@@ -95,11 +93,15 @@ def attention_points(
     for window, attention in sorted(kinds.items()):
         name = f"attention {'window ' + str(window) if window else 'full'}"
         for count in [r for r in rows if r <= 64]:
-            yield from _attention(machine, name, attention, config, count, context, [(row, context - 1, 1) for row in range(count)])
+            yield from _attention(
+                machine, name, attention, config, count, context, [(row, context - 1, 1) for row in range(count)]
+            )
         for count in [r for r in rows if r > 64]:
             yield from _attention(machine, f"{name} prefill at 0", attention, config, count, count, [(0, 0, count)])
             last = context + count
-            yield from _attention(machine, f"{name} prefill at {context}", attention, config, count, last, [(0, context, count)])
+            yield from _attention(
+                machine, f"{name} prefill at {context}", attention, config, count, last, [(0, context, count)]
+            )
 
 
 def _attention(

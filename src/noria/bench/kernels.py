@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,8 +42,12 @@ class Point:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--only", nargs="+", choices=KERNELS, default=KERNELS, metavar="KIND", help=f"of {', '.join(KERNELS)} [all]")
-    group.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="FORMAT", help=f"of {', '.join(FORMATS)} [all]")
+    group.add_argument(
+        "--only", nargs="+", choices=KERNELS, default=KERNELS, metavar="KIND", help=f"of {', '.join(KERNELS)} [all]"
+    )
+    group.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="FORMAT", help=f"of {', '.join(FORMATS)} [all]"
+    )
     group.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="N", help="tokens in a step [1 8 64 512]")
     group.add_argument("--context", type=int, default=CONTEXT, metavar="N", help=f"keys that attention sees [{CONTEXT}]")
     add_result_flags(parser)
@@ -132,13 +137,15 @@ class Balance:
     def lines(self) -> list[str]:
         lines = []
         for kind, found in self.rows.items():
-            seen = "is not reached in what was measured" if found["measured"] is None else f"measured at {found['measured']:.0f}"
+            seen = (
+                "is not reached in what was measured" if found["measured"] is None else f"measured at {found['measured']:.0f}"
+            )
             lines.append(f"{kind}: decode turns compute-bound at {found['roofline']:.0f} rows by the roofline, {seen}")
         return lines
 
 
 def turning_points(spec: ModelSpec, formats: Sequence[str], points: Sequence[Point], limits: Limits) -> Balance:
-    """Roofline: where reading the weights takes as long as multiplying them. Measured: where the layers take twice one row's time."""
+    """By the roofline: where reading the weights takes as long as multiplying. Measured: where it takes twice one row's time."""
     from noria.bench.limits import UNIT_OF_KIND
 
     found: dict[str, dict[str, float | None]] = {}
@@ -162,7 +169,7 @@ def _doubling(seconds: dict[int, float]) -> float | None:
     """The number of rows, by linear interpolation, whose time is twice that of the fewest rows."""
     sizes = sorted(seconds)
     goal = 2 * seconds[sizes[0]]
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in itertools.pairwise(sizes):
         if seconds[high] >= goal:
             return low + (high - low) * max(0.0, goal - seconds[low]) / (seconds[high] - seconds[low])
     return None

@@ -2,8 +2,8 @@
 
     embed (a few rows, narrow) -> the op under test, over several weights or layers -> gather -> a head of a few rows
 
-Going through `Backend.build` keeps the measurement honest and indifferent to layouts: the same packing, fusing, tiling and threads
-as in a model. Weights and caches are as many copies as make them larger than the processor's caches, as in a model.
+Going through `Backend.build` keeps the measurement honest and indifferent to layouts: the same packing, fusing, tiling and
+threads as in a model. Weights and keys are so many copies that the processor's caches do not hold them, as in a model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     pair    1      2      3      4     ...
     order   A B    B A    A B    B A          what drifts slowly meets both alike; what favours the first or second cancels
 
-The figure is the median of the pairs' ratios A / B, with the interval that order statistics give the median of any distribution.
+The figure is the median of the ratios A / B, with the interval that order statistics give the median of any distribution.
 """
 
 from __future__ import annotations

@@ -49,9 +49,13 @@ class StepProfile:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--rows", type=int, nargs="+", default=[1, 64], metavar="N", help="sequences that decode together [1 64]")
+    group.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 64], metavar="N", help="sequences that decode together [1 64]"
+    )
     group.add_argument("--context", type=int, default=CONTEXT, metavar="N", help=f"tokens before the new one [{CONTEXT}]")
-    group.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps, of which the one of median time is shown [{STEPS}]")
+    group.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"steps, of which the one of median time is shown [{STEPS}]"
+    )
     add_result_flags(parser, plot=False)
 
 

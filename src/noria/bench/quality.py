@@ -54,9 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights, kv = (AS_IS, *choices_of("quantization")), choices_of("kv_cache_dtype")
     add_engine_flags(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--weights", nargs="+", choices=weights, default=weights, metavar="FORMAT", help=f"of {', '.join(weights)} [all]")
+    group.add_argument(
+        "--weights", nargs="+", choices=weights, default=weights, metavar="FORMAT", help=f"of {', '.join(weights)} [all]"
+    )
     group.add_argument("--kv-types", nargs="+", choices=kv, default=kv, metavar="TYPE", help=f"of {', '.join(kv)} [all]")
-    group.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8 [the language reference that comes with Python]")
+    group.add_argument(
+        "--text", type=Path, metavar="FILE", help="a text in UTF-8 [the language reference that comes with Python]"
+    )
     group.add_argument("--num-slices", type=int, default=4, metavar="N", help="slices of the text [4]")
     group.add_argument("--slice-len", type=int, default=512, metavar="N", help="tokens of a slice [512]")
     add_result_flags(parser, plot=False)
@@ -130,9 +134,7 @@ def log_probabilities(
         stepped.close()
 
 
-def _chunks(
-    stepped: SteppedModel, text: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], npt.NDArray[np.float32]]]:
+def _chunks(stepped: SteppedModel, text: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], npt.NDArray[np.float32]]]:
     size = max(1, min(stepped.config.max_num_batched_tokens, LOGIT_BYTES // (4 * stepped.vocab_size)))
     for start in range(0, len(text) - 1, size):
         count = min(size, len(text) - 1 - start)

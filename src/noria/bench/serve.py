@@ -38,8 +38,12 @@ SHOWN_ERRORS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible server; without it, MODEL in a process of our own")
-    group.add_argument("--model", dest="model_name", metavar="NAME", help="of --base-url: the model to ask for [the first it lists]")
+    group.add_argument(
+        "--base-url", metavar="URL", help="an OpenAI-compatible server; without it, MODEL in a process of our own"
+    )
+    group.add_argument(
+        "--model", dest="model_name", metavar="NAME", help="of --base-url: the model to ask for [the first it lists]"
+    )
     group.add_argument(
         "--endpoint",
         choices=("/v1/completions", "/v1/chat/completions"),

@@ -45,9 +45,9 @@ def read_sharegpt(path: Path) -> list[tuple[str, str]]:
     for entry in data:
         turns = entry.get("conversations") or entry.get("conversation") if isinstance(entry, dict) else None
         if isinstance(turns, list) and len(turns) >= 2:
-            texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-            if all(isinstance(text, str) for text in texts):
-                pairs.append((texts[0], texts[1]))
+            prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+            if isinstance(prompt, str) and isinstance(answer, str):
+                pairs.append((prompt, answer))
     if not pairs:
         raise ConfigError(f"--dataset-path {path}: no conversation with two turns ({{'conversations': [{{'value': ...}}]}})")
     return pairs

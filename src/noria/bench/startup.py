@@ -1,10 +1,10 @@
 """Where the time of a server's start goes: a real start, as a child process, whose stages are read from its log.
 
-    exec ── python and imports ── accepting ── resolve ── map or pack weights ── record the tape ─┐
-                                      └───────────── tokenizer ───────────────────────────────────┴─ served ── health ── first token
+    HTTP process      python and imports ── accepting connections ── tokenizer ──────────┐
+    engine process    python and imports ── resolve ── map or pack weights ── record ────┴─ served ── health ── first token
 
-The HTTP process and the engine process report in the order in which things happen; two of them may be at work at once, so that a
-line's "took" is the time since the line before it, not the work of one part.
+Stages are told in the order in which they are reached. Both processes are at work at once, so that a line's "took" is the time
+since the line before it, not the work of one part.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def slices(corpus: Corpus, tokenizer: Tokenizer, count: int, length: int) -> lis
     ids = tokenizer.encode(corpus.text, add_special_tokens=False, parse_special=False)
     own = length - len(start)
     if len(ids) < count * own:
-        raise ConfigError(f"{corpus.name} has {len(ids)} tokens, not {count} times {own}: ask for fewer, or give a longer --text")
+        raise ConfigError(
+            f"{corpus.name} has {len(ids)} tokens, not {count} times {own}: ask for fewer, or give a longer --text"
+        )
     stride = len(ids) // count
     return [start + tuple(ids[i * stride : i * stride + own]) for i in range(count)]
 

@@ -1,8 +1,8 @@
 """noria bench tune: the engine's settings with the most goodput for a workload, by coordinate search.
 
-From the settings as given, one setting at a time is moved to its neighbours (half and double, a thread more or fewer) as long as
-the goodput grows by more than the noise; the round is repeated until nothing moves. Every step says what was tried and why it was
-kept or not. Goodput: requests a second that met every objective; ties, and a workload without objectives, by output tokens.
+From the settings as given, one setting at a time is moved to its neighbours (half and double, a thread more or fewer) as long
+as the goodput grows by more than the noise; the round is repeated until nothing moves. Every step says what was tried and why
+it was kept or not. Goodput: requests a second that met every objective; ties, and where there are none, by output tokens.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"best of {len(search.tried)}: {score}")
     print("use: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best.items()))
     if arguments.output_json:
-        tried = [dict(key) | ({"error": s} if isinstance(s, str) else msgspec.to_builtins(s)) for key, s in search.tried.items()]
+        tried = [
+            dict(key) | ({"error": s} if isinstance(s, str) else msgspec.to_builtins(s)) for key, s in search.tried.items()
+        ]
         write_json(arguments.output_json, described("tune", config.model) | {"best": best, "tried": tried})
     return 0
 

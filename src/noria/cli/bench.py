@@ -24,7 +24,7 @@ class _Lazy(argparse.ArgumentParser):
 
     benchmark = ""
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         module = importlib.import_module(f"noria.bench.{self.benchmark}")
         module.add_arguments(self)
         self.set_defaults(run=module.run)

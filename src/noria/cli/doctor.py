@@ -25,7 +25,9 @@ Row = tuple[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """An optional MODEL, and the engine's settings: they change the ledger."""
     add_flags(parser, EngineConfig)
-    parser.add_argument("--startup", action="store_true", help="start a server with these settings and tell where the time goes")
+    parser.add_argument(
+        "--startup", action="store_true", help="start a server with these settings and tell where the time goes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
