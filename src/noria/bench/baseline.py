@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from noria.bench.flags import (
     add_engine_flags,
     columns,
-    cpu_name,
     described,
     engine_config,
     tell,
@@ -99,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """1 if a workload is slower than the baseline by more than the tolerance."""
     from noria.backends.cpu.backend import CpuBackend
+    from noria.backends.cpu.topology import cpu_name
     from noria.bench.limits import LimitProbe
 
     chosen = selected(arguments.only)

@@ -201,6 +201,7 @@ def add_result_flags(parser: argparse.ArgumentParser, *, plot: bool = True) -> N
 
 def described(benchmark: str, model: str) -> dict[str, Any]:
     """What every result says about itself."""
+    from noria.backends.cpu.topology import cpu_name
     from noria.observe.version import version
 
     return {
@@ -220,15 +221,6 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     tell(f"results written to {path}")
-
-
-def cpu_name() -> str:
-    """The processor's model, as the system calls it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

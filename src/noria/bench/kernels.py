@@ -145,7 +145,7 @@ class Balance:
 
 
 def turning_points(spec: ModelSpec, formats: Sequence[str], points: Sequence[Point], limits: Limits) -> Balance:
-    """By the roofline: where reading the weights takes as long as multiplying. Measured: where it takes twice one row's time."""
+    """By the roofline: where reading the weights takes as long as multiplying. Measured: where a step takes twice one row's."""
     from noria.bench.limits import UNIT_OF_KIND
 
     found: dict[str, dict[str, float | None]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from typing import Any
 
 # By name: its help line. `noria.bench.NAME` has `add_arguments(parser)` and `run(arguments) -> int`.
 BENCHMARKS = {
@@ -24,7 +25,7 @@ class _Lazy(argparse.ArgumentParser):
 
     benchmark = ""
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         module = importlib.import_module(f"noria.bench.{self.benchmark}")
         module.add_arguments(self)
         self.set_defaults(run=module.run)

@@ -88,25 +88,17 @@ def _versions() -> Iterator[Row]:
 
 def _processor(config: EngineConfig) -> Iterator[Row]:
     from noria.backends.cpu import _native
-    from noria.backends.cpu.topology import cpu_quota, usable_threads
+    from noria.backends.cpu.topology import cpu_name, cpu_quota, usable_threads
 
     try:
         tier = _native.best_tier(config.cpu_tier)
     except ValueError as error:
         raise NoriaError(str(error)) from None
-    yield "name", _cpu_name()
+    yield "name", cpu_name()
     yield "kernels", f"{tier} (this machine can run {', '.join(_native.available_tiers())})"
     quota = cpu_quota()
     limit = "" if quota == float("inf") else f", the control group grants {quota:g} CPUs"
     yield "threads", f"{config.threads or usable_threads()} (physical cores we may use: {usable_threads()}{limit})"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _storage(config: EngineConfig) -> Iterator[Row]:
