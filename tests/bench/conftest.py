@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 
-import random_gguf
 from tiny_text import byte_characters
+
+import random_gguf
 
 
 @pytest.fixture(scope="session")

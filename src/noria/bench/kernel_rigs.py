@@ -121,7 +121,7 @@ def _attention(
         groups=(LayerGroup(window=attention.window, layers=tuple(range(layers))),),
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        dtype="f32" if config.kv_cache_dtype == "f32" else "bf16",
+        dtype="bf16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         num_blocks=sequences * per_row + 1,
         max_blocks_per_row=per_row,
     )
@@ -174,7 +174,7 @@ def _at(attention: AttentionSpec, slot: int) -> AttentionSpec:
 def row_points(machine: Machine, spec: ModelSpec, rows: Sequence[int]) -> Iterator[Point]:
     """Norm with residual, rope, and the gated activation: chains of each, which the backend runs as one op over rows."""
     rng = np.random.default_rng(0)
-    hidden, attention = spec.hidden_size, attention_specs(spec)[0]
+    hidden, attention = spec.hidden_size, _at(attention_specs(spec)[0], 0)
     width = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
 
     def norms(ops: Ops) -> Handle:
