@@ -58,14 +58,13 @@ inline int64_t peak(LimitUnit unit, int64_t rounds, const unsigned char* operand
   const auto add = [](vf16 x, vf16 y) { return x + y; };
   if (unit == LimitUnit::bf16) {
     const auto load_bf16 = [](const unsigned char* p) { return load_pairs(reinterpret_cast<const uint16_t*>(p)); };
-    const vf16 sum = peak_loop<vf16, bf16x32>(
-        zero(), rounds, operands, load_bf16, [](vf16 s, bf16x32 a, bf16x32 b) { return dot_pairs(s, a, b); }, add);
+    const vf16 sum =
+        peak_loop<vf16, bf16x32>(zero(), rounds, operands, load_bf16, [](vf16 s, bf16x32 a, bf16x32 b) { return dot_pairs(s, a, b); }, add);
     store(reinterpret_cast<float*>(sink), sum);
     return lanes * 2 * 2;
   }
   const auto load_f32 = [](const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); };
-  const vf16 sum = peak_loop<vf16, vf16>(
-      zero(), rounds, operands, load_f32, [](vf16 s, vf16 a, vf16 b) { return fma(a, b, s); }, add);
+  const vf16 sum = peak_loop<vf16, vf16>(zero(), rounds, operands, load_f32, [](vf16 s, vf16 a, vf16 b) { return fma(a, b, s); }, add);
   store(reinterpret_cast<float*>(sink), sum);
   return lanes * 2;
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -264,3 +266,18 @@ def test_a_data_set_without_its_file_is_refused(tiny_gguf: Path, cache: Path, ca
     assert bench("throughput", tiny_gguf, *TINY, "--dataset-name", "sharegpt") == 1
     assert bench("throughput", tiny_gguf, *TINY, "--dataset-path", "x.json") == 1
     assert capsys.readouterr().err.count("go together") == 2
+
+
+def test_every_benchmark_explains_itself_without_loading_anything_heavy() -> None:
+    """Red if a benchmark's flags cannot be built, or `--help` waits for numpy, an engine or matplotlib."""
+    code = (
+        "import sys\nfrom noria.cli.main import main\nfrom noria.cli.bench import BENCHMARKS\n"
+        "for name in BENCHMARKS:\n"
+        "    try: main(['bench', name, '--help'])\n"
+        "    except SystemExit as left: assert left.code == 0, name\n"
+        "print([m for m in ('numpy', 'orjson', 'rich', 'uvloop', 'httptools', 'matplotlib', 'zmq') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("[]")

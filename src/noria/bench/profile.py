@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--context", type=int, default=CONTEXT, metavar="N", help=f"tokens before the new one [{CONTEXT}]")
     group.add_argument(
+        "--prefill", type=int, default=0, metavar="N", help="tokens of one more sequence's prompt in the same step [0]"
+    )
+    group.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"steps, of which the one of median time is shown [{STEPS}]"
     )
     add_result_flags(parser, plot=False)
@@ -62,11 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a table for each number of rows."""
     config = engine_config(arguments)
-    if min(*arguments.rows, arguments.steps) < 1 or arguments.context < 0:
-        raise ConfigError("--rows and --steps must be at least 1, --context at least 0")
-    profiles, read = profiled(config, arguments.rows, arguments.context, arguments.steps)
+    if min(*arguments.rows, arguments.steps) < 1 or min(arguments.context, arguments.prefill) < 0:
+        raise ConfigError("--rows and --steps must be at least 1, --context and --prefill at least 0")
+    profiles, read = profiled(config, arguments.rows, arguments.context, arguments.prefill, arguments.steps)
     for profile in profiles:
-        print(f"\na step of {profile.rows} rows after {arguments.context} tokens: {1e3 * profile.wall:.2f} ms")
+        beside = f" and {arguments.prefill} prompt tokens" if arguments.prefill else ""
+        print(f"\na step of {profile.rows} rows after {arguments.context} tokens{beside}: {1e3 * profile.wall:.2f} ms")
         print(table(profile))
         least = profile.weight_bytes / read
         text = f"reading the {profile.weight_bytes / 1e6:.0f} MB of weights once takes {1e3 * least:.2f} ms in the same run"
@@ -77,15 +81,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def profiled(config: EngineConfig, rows: Sequence[int], context: int, steps: int) -> tuple[list[StepProfile], float]:
+def profiled(
+    config: EngineConfig, rows: Sequence[int], context: int, prefill: int, steps: int
+) -> tuple[list[StepProfile], float]:
     """Profiles by number of rows, and bytes a second of reading as much as the weights take, beside them."""
     from noria.backends.cpu.backend import CpuExecutable
     from noria.bench.limits import MEMORY_BYTES, LimitProbe
     from noria.bench.steps import SteppedModel
 
-    config = msgspec.structs.replace(config, max_num_seqs=max(rows), max_model_len=config.max_model_len or context + 2)
-    if config.max_num_batched_tokens < max(rows):
-        raise ConfigError(f"{max(rows)} rows need --max-num-batched-tokens {max(rows)}")
+    length, tokens = max(context + 2, prefill), max(rows) + prefill
+    config = msgspec.structs.replace(
+        config, max_num_seqs=max(rows) + bool(prefill), max_model_len=max(config.max_model_len or 0, length)
+    )
+    if config.max_num_batched_tokens < tokens:
+        raise ConfigError(f"a step of {tokens} tokens needs --max-num-batched-tokens {tokens}")
     stepped = SteppedModel(config)
     try:
         executable, tier = stepped.executable, getattr(stepped.backend, "tier", "")
@@ -95,21 +104,25 @@ def profiled(config: EngineConfig, rows: Sequence[int], context: int, steps: int
         nbytes = min(MEMORY_BYTES, max(weights >> 18 << 18, 1 << 18))
         read = LimitProbe(config.threads or stepped.backend.threads, tier).read  # type: ignore[attr-defined]
         before = read(nbytes)
-        profiles = [step_profile(stepped, executable.tape, count, context, steps) for count in rows]
+        profiles = [step_profile(stepped, executable.tape, count, context, prefill, steps) for count in rows]
         return profiles, max(before, read(nbytes))
     finally:
         stepped.close()
 
 
-def step_profile(stepped: SteppedModel, tape: _native.Tape, rows: int, context: int, steps: int) -> StepProfile:
-    """A decode step of `rows` sequences of `context` tokens, greedy, repeated."""
+def step_profile(stepped: SteppedModel, tape: _native.Tape, rows: int, context: int, prefill: int, steps: int) -> StepProfile:
+    """A decode step of `rows` sequences of `context` tokens, greedy, perhaps with a chunk of a prompt, repeated."""
     tell(f"a step of {rows} rows")
     vocab = stepped.vocab_size
     stepped.reset()
     for row in range(rows):
         stepped.take(row, [(7 * row + 13 * i) % vocab for i in range(context + 1)])
         stepped.prefill(row)
-    inputs = stepped.inputs([(row, context, 1) for row in range(rows)], samples=True)
+    chunks = [(row, context, 1) for row in range(rows)]
+    if prefill:
+        stepped.take(rows, [11 * i % vocab for i in range(prefill)])
+        chunks.append((rows, 0, prefill))
+    inputs = stepped.inputs(chunks, samples=True)
     labels = tape.labels()
     samples, walls = timed_steps(lambda: stepped.executable.run(inputs), tape, steps)
     middle = sorted(range(steps), key=walls.__getitem__)[steps // 2]  # one real step, so that its parts add up
