@@ -4,7 +4,7 @@
     memory             bytes a second of a plain read of more than the caches hold
     cache              the same of a buffer that stays in them
 
-The best of several short tries: on a shared machine the others say more about the neighbours.
+A limit is the best of several short tries: on a shared machine the others say more about the neighbours.
 """
 
 from __future__ import annotations
@@ -55,7 +55,15 @@ class LimitProbe:
         self._buffer[:] = 1  # a page that was never written is the one zero page
 
     def peak(self, unit: str) -> float:
-        """Operations a second."""
+        """Operations a second, of the best try."""
+        return max(self.peaks(unit))
+
+    def read(self, nbytes: int = MEMORY_BYTES) -> float:
+        """Bytes a second of reading the first `nbytes` of a buffer, again and again, of the best try."""
+        return max(self.reads(nbytes))
+
+    def peaks(self, unit: str) -> list[float]:
+        """Of every try."""
         rounds = 64
         while True:
             operations, seconds = _native.peak(self._pool, self._tier, unit, rounds)
@@ -63,13 +71,13 @@ class LimitProbe:
                 break
             rounds *= 4 if seconds < TRY_S / 4 else 2
         tries = [_native.peak(self._pool, self._tier, unit, rounds) for _ in range(TRIES - 1)]
-        return max(operations / seconds for operations, seconds in [(operations, seconds), *tries])
+        return [operations / seconds for operations, seconds in [(operations, seconds), *tries]]
 
-    def read(self, nbytes: int = MEMORY_BYTES) -> float:
-        """Bytes a second of reading the first `nbytes` of a buffer, again and again."""
+    def reads(self, nbytes: int) -> list[float]:
+        """Of every try."""
         repeats = max(1, MEMORY_BYTES // nbytes)
         seconds = [_native.read(self._pool, self._tier, address(self._buffer), nbytes, repeats) for _ in range(TRIES)]
-        return nbytes * repeats / min(seconds)
+        return [nbytes * repeats / s for s in seconds]
 
     def measure(self) -> Limits:
         """All of them, in about a second."""
