@@ -132,13 +132,26 @@ def test_tune(tiny_gguf: Path, cache: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_kernels(tiny_gguf: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels(tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a kernel is not measured, or has no operations or bytes to compare with the limits."""
+    monkeypatch.setattr("noria.bench.kernel_rigs.COLD_BYTES", 1 << 16)
+    monkeypatch.setattr("noria.bench.micro.STEP_S", 0.005)
+    monkeypatch.setattr("noria.bench.limits.TRY_S", 0.002)
     out = cache / "out.json"
-    arguments = ["--threads", "1", "--rows", "1", "65", "--context", "32", "--formats", "q4", "bf16"]
+    arguments = ["--threads", "1", "--rows", "1", "2", "65", "--context", "32", "--formats", "q4", "bf16"]
     assert bench("kernels", tiny_gguf, *arguments, "--output-json", out, "--plot", cache / "roof.png") == 0
     points = {p["kernel"]: p for p in read(out)["points"]}
-    for part in ("linear qkv", "linear down", "attention full x1", "prefill at 0", "rms_norm", "rope", "gated", "draw greedy"):
+    for part in (
+        "linear qkv",
+        "linear down",
+        "attention full x1",
+        "full shared x2",
+        "prefill at 0",
+        "rms_norm",
+        "rope",
+        "gated",
+        "draw greedy",
+    ):
         assert any(part in name for name in points), part
     assert all(p["seconds"] > 0 and p["nbytes"] > 0 for p in points.values())
     gate_up = points["linear gate_up 192x64 q4 x65"]

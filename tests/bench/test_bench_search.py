@@ -12,11 +12,13 @@ from noria.bench.baseline import read_baselines, selected, table
 from noria.bench.compare import side
 from noria.bench.kernels import Point, turning_points
 from noria.bench.limits import Limits, better
+from noria.bench.micro import random_raw
 from noria.bench.quality import Comparison, choices_of, log_softmax
 from noria.bench.tune import Score, Search, Setting
 from noria.config import EngineConfig
 from noria.models.llama import spec_from_config
 from noria.types import ConfigError
+from noria.weights.quantize import dequantize
 
 
 def search(surface: dict[tuple[int, int], float], start: tuple[int, int]) -> tuple[dict[str, int], Score, list[str]]:
@@ -171,3 +173,13 @@ def test_flags_of_sides_are_parsed_without_leaving_the_program() -> None:
     """Red if argparse's own exit ends a benchmark whose engines are loaded."""
     with pytest.raises(ConfigError):
         side(EngineConfig(model="m"), "--max-num-seqs")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "BF16", "F32"])
+def test_random_weights_keep_the_size_of_activations(kind: str) -> None:
+    """Red if a type's scale is in the wrong place: activations would overflow or vanish within a few layers."""
+    weights = dequantize(random_raw(64, 256, kind, np.random.default_rng(0)))
+    assert 0.4 < weights.std() * 256**0.5 < 1.2
+    assert abs(weights.mean()) < 0.2 * weights.std()  # the codes 0 to 15 of Q4_0 lie around 8
+    with pytest.raises(ValueError, match="multiple"):
+        random_raw(1, 33, "Q8_0", np.random.default_rng(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -88,14 +88,15 @@ def linear_points(machine: Machine, name: str, outputs: int, inputs: int, kind: 
 def attention_points(
     machine: Machine, spec: ModelSpec, config: EngineConfig, rows: Sequence[int], context: int
 ) -> Iterator[Point]:
-    """Decode: one query of each of `rows` sequences over `context` keys. Prefill: chunks of one sequence at 0 and behind it."""
+    """Decode: a query of each sequence over `context` keys, its own or shared. Prefill: chunks at 0 and behind `context`."""
     kinds = {layer.window: layer for layer in reversed(attention_specs(spec))}
     for window, attention in sorted(kinds.items()):
         name = f"attention {'window ' + str(window) if window else 'full'}"
         for count in [r for r in rows if r <= 64]:
-            yield from _attention(
-                machine, name, attention, config, count, context, [(row, context - 1, 1) for row in range(count)]
-            )
+            decode = [(row, context - 1, 1) for row in range(count)]
+            yield from _attention(machine, name, attention, config, count, context, decode)
+            if count > 1:
+                yield from _attention(machine, f"{name} shared", attention, config, count, context, decode, shared=True)
         for count in [r for r in rows if r > 64]:
             yield from _attention(machine, f"{name} prefill at 0", attention, config, count, count, [(0, 0, count)])
             last = context + count
@@ -112,7 +113,10 @@ def _attention(
     count: int,
     length: int,
     chunks: list[tuple[int, int, int]],
+    *,
+    shared: bool = False,
 ) -> Iterator[Point]:
+    """One point. `shared`: the rows' keys are the same blocks, but for the last; they count as read once."""
     sequences, per_row = len(chunks), -(-length // BLOCK_SIZE)
     block_bytes = 4 * attention.num_kv_heads * BLOCK_SIZE * attention.head_dim
     cold = -(-COLD_BYTES // (sequences * per_row * block_bytes))
@@ -147,11 +151,14 @@ def _attention(
         max_tokens=max(tokens, BLOCK_SIZE),
     )
     try:
-        rig.fill(sequences, length, GREEDY)
+        rig.fill(sequences, length, GREEDY, shared=shared)
         rig.executable.run(rig.inputs([(0, 0, min(BLOCK_SIZE, length))]))  # real keys and values in one block, and so in all
         rig.backend.copy_blocks([(1, block) for block in range(2, kv.num_blocks)])
         unit = "f32" if kv.dtype == "f32" else "bf16"
-        yield _point(f"{name} x{count}", unit, rig.measure(rig.inputs(chunks), "attention", "attend"), layers)
+        found = rig.measure(rig.inputs(chunks), "attention", "attend")
+        if shared:
+            found = replace(found, nbytes=found.nbytes / sequences)
+        yield _point(f"{name} x{count}", unit, found, layers)
     finally:
         rig.close()
 

@@ -29,7 +29,7 @@ from noria.weights.formats import LinearWeight, PackedMatrix, VectorWeight, Weig
 from noria.weights.pack import pack
 from noria.weights.quantize import BLOCKS, RawTensor, natural_format, to_bf16
 
-COLD_BYTES = 64 << 20  # of weights or keys: more than a core's share of any last-level cache
+COLD_BYTES = 128 << 20  # of weights or keys: more than a core's share of any last-level cache
 MOST_COPIES = 512
 SMALL_VOCAB = 17  # of heads that are not under test
 STEP_S = 0.15  # of measuring, about
@@ -71,17 +71,19 @@ class Rig:
         length = kv.max_blocks_per_row * BLOCK_SIZE
         self._rows = Rows(max_rows, length, len(kv.groups), kv.max_blocks_per_row)
 
-    def fill(self, rows: int, length: int, params: SamplingParams) -> None:
-        """Give each of the first `rows` rows `length` tokens and blocks of its own."""
+    def fill(self, rows: int, length: int, params: SamplingParams, *, shared: bool = False) -> None:
+        """Give each of the first `rows` rows `length` tokens and blocks of its own; `shared`: only the last is its own."""
         blocks = -(-length // BLOCK_SIZE)
         for row in range(rows):
             first = 1 + row * blocks
+            own = tuple(range(first, first + blocks))
+            table = (*range(1, blocks), own[-1]) if shared else own
             self._rows.take(
                 NewRow(
                     row=row,
                     tokens=tuple((row + i) % SMALL_VOCAB for i in range(length)),
                     prompt_length=length,
-                    blocks=(tuple(range(first, first + blocks)),) * len(self.kv.groups),
+                    blocks=(table,) * len(self.kv.groups),
                     params=params,
                     seed=row,
                     stop_ids=(),
