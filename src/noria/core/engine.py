@@ -17,6 +17,7 @@ import msgspec
 
 from noria.config import EngineConfig
 from noria.core.audit import audit, dump
+from noria.core.costs import CostModel
 from noria.core.plan import RowResult, StepPlan, StepResult
 from noria.core.queue import WaitingQueue
 from noria.core.scheduler import Entry, Scheduler, Step, bind
@@ -83,9 +84,11 @@ class Engine:
         num_blocks: int,
         model_tag: bytes,
         runner: Runner,
+        costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt.
+        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt; `costs`
+        is what is known of the machine's speed.
 
         `self.max_model_len` is the longest prompt + output that is served: at most `max_model_len`, and no more than
         one sequence alone can hold in the pool. NoriaError if not even one block of tokens fits.
@@ -112,6 +115,8 @@ class Engine:
             max_tokens=budget,
             max_chunk=chunk,
             max_len=self.max_model_len,
+            costs=costs,
+            itl_target=config.itl_target_ms / 1000,
         )
         self.records: dict[int, RequestRecord] = {}
         self.draining = False
@@ -123,7 +128,7 @@ class Engine:
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id); ended requests stay until then
         self._outputs: list[SequenceOutput] = []  # of the step that is being made
         self._dead: str | None = None
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._steps = self._step_tokens = self._prompt_tokens = self._generated_tokens = 0
         self._finished: dict[str, int] = {}
 
     # What a shell calls
@@ -143,8 +148,8 @@ class Engine:
         sequence = Sequence(
             request,
             self.cache.table(request.cache_salt),
-            rank=self.queue.rank(request.priority, now),
-            priority=self.queue.priority(request.priority),
+            rank=self.queue.rank(request, now),
+            priority=self.queue.priority(request),
             max_len=self.max_model_len,
             start=start,
         )
@@ -195,6 +200,7 @@ class Engine:
             kv_usage=pool.referenced / pool.size,
             kv_blocks=pool.size,
             steps=self._steps,
+            step_tokens=self._step_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             prefix_queries=scheduler.prefix_queries,
@@ -252,6 +258,8 @@ class Engine:
             raise RuntimeError(f"the runner answered step {result.step} when asked for step {step.plan.step}")
         now = self._clock()
         scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
+        scheduler.costs.learn(step.work, result.seconds)
+        self._step_tokens += step.work.tokens
         for entry, row in zip(step.entries, result.rows, strict=True):
             sequence = entry.sequence
             sequence.in_flight -= entry.count
@@ -278,6 +286,8 @@ class Engine:
         first = len(tokens) == sequence.prompt_length
         tokens.append(token)
         self._generated_tokens += 1
+        if self.queue.fair:
+            self.queue.charge_output(sequence, 1)
         if sequence.phase is Phase.PREFILL:
             sequence.stamp(Phase.DECODE, now)
         prompt_logprobs = None
