@@ -147,6 +147,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = 0
     steps: int = 0
     step_tokens: int = 0  # computed by all steps, prompt and output tokens together
+    iterations: tuple[int, ...] = ()  # steps that had at most 1, 2, 4, 8 ... tokens, and more than the one before
     prompt_tokens: int = 0  # prompt tokens of finished prefills, cached ones included
     generated_tokens: int = 0
     prefix_queries: int = 0  # in tokens

@@ -8,16 +8,18 @@ A step's time is a sum of five terms, each a count that the plan knows times a p
     context     positions seen, once a row   reading K and V
     logits      rows whose logits are wanted the head and the draw
 
-Nothing is measured before the engine is ready: the traffic is the measurement. A rough guess from the model's size stands in
-for the first step, the second is planned with what the first one taught, and the prices follow a neighbour that takes half of
-a core as they follow a change of load; a benchmark at the start would know neither.
+Nothing is measured before the engine is ready: the traffic is the measurement. A guess from the model's size, or what an
+earlier run kept, stands in for the first step; the second is planned with what the first one taught. And the prices follow a
+neighbour that takes half of a core, of which a benchmark at the start would know nothing.
 
 The prices are positive and errors are relative, so the filter works on their logarithms: an extended Kalman filter (Kalman,
-1960) whose observation is log(seconds) and whose gradient is each term's share of the predicted time. Its covariance says what is
-known already: a step of decodes alone moves `start`, `tokens`, `context` and `logits` together and leaves `pairs` as it is.
+1960) whose observation is log(seconds) and whose gradient is each term's share of the predicted time. Its covariance says
+what is known already: a step of decodes alone moves `start`, `tokens`, `context` and `logits`, and leaves `pairs` as it is.
 
-No outlier can poison it. A surprise counts for at most two of its standard deviations (Huber, 1964); but it also widens
-the common uncertainty, so that several of the same sign in a row - another regime, or a first guess that was wrong - are believed.
+No outlier can poison it. A surprise counts for at most two of its standard deviations (Huber, 1964); but it also widens the
+common uncertainty, so that several of the same sign in a row (another regime, a first guess that was wrong) are believed.
+
+A sliding window sees fewer pairs than are counted: the prices are then those of the mix of lengths that is being served.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ from __future__ import annotations
 from math import exp, inf, isfinite, log, sqrt
 from typing import NamedTuple
 
-import msgspec
-
+from noria.core.prices import Prices
 from noria.kv.keys import BLOCK_SIZE
 
 LEAST_CHUNK = 16  # tokens of prefill in a step, however little time is left: a prompt always gets on
@@ -50,21 +51,6 @@ class Work(NamedTuple):
     pairs: int
     context: int
     logits: int
-
-
-class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds: of a step, and of each token, pair, position and row of logits in it. Positive and finite."""
-
-    start: float = 4e-3
-    tokens: float = 5e-4
-    pairs: float = 1e-7
-    context: float = 1e-7
-    logits: float = 1e-4
-    measured: bool = False  # learned from steps, not guessed
-
-    @property
-    def valid(self) -> bool:
-        return all(isfinite(p) and 0 < p < 1e3 for p in (self.start, self.tokens, self.pairs, self.context, self.logits))
 
 
 class CostModel:

@@ -19,6 +19,7 @@ from noria.config import EngineConfig
 from noria.core.audit import audit, dump
 from noria.core.costs import CostModel
 from noria.core.plan import RowResult, StepPlan, StepResult
+from noria.core.prices import Prices
 from noria.core.queue import WaitingQueue
 from noria.core.scheduler import Entry, Scheduler, Step, bind
 from noria.core.sequence import Sequence, State
@@ -34,6 +35,8 @@ from noria.types import (
     SequenceOutput,
     TokenLogprobs,
 )
+
+_ENOUGH_STEPS = 100  # that have taught something worth keeping
 
 
 class Runner(Protocol):
@@ -84,11 +87,12 @@ class Engine:
         num_blocks: int,
         model_tag: bytes,
         runner: Runner,
-        costs: CostModel | None = None,
+        prices: Prices | None = None,
+        keep_prices: Callable[[Prices], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt; `costs`
-        is what is known of the machine's speed.
+        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt;
+        `prices` are what is known of the machine's speed, and at the end `keep_prices` gets what was learned about it.
 
         `self.max_model_len` is the longest prompt + output that is served: at most `max_model_len`, and no more than
         one sequence alone can hold in the pool. NoriaError if not even one block of tokens fits.
@@ -115,7 +119,7 @@ class Engine:
             max_tokens=budget,
             max_chunk=chunk,
             max_len=self.max_model_len,
-            costs=costs,
+            costs=CostModel(prices),
             itl_target=config.itl_target_ms / 1000,
         )
         self.records: dict[int, RequestRecord] = {}
@@ -123,6 +127,7 @@ class Engine:
         self._depth = config.async_depth
         self._timeout = config.request_timeout_s
         self._runner = runner
+        self._keep_prices = keep_prices
         self._clock = clock
         self._flight: tuple[Step, Any] | None = None  # the step in flight and its ticket
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id); ended requests stay until then
@@ -130,6 +135,7 @@ class Engine:
         self._dead: str | None = None
         self._steps = self._step_tokens = self._prompt_tokens = self._generated_tokens = 0
         self._finished: dict[str, int] = {}
+        self._iterations = [0] * 17  # steps by their tokens: at most 1, 2, 4, ... 65536
 
     # What a shell calls
 
@@ -201,6 +207,7 @@ class Engine:
             kv_blocks=pool.size,
             steps=self._steps,
             step_tokens=self._step_tokens,
+            iterations=tuple(self._iterations),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             prefix_queries=scheduler.prefix_queries,
@@ -222,8 +229,11 @@ class Engine:
         audit(self.records, self.scheduler)
 
     def close(self) -> None:
-        """Stop the runner."""
+        """Stop the runner, and keep what was learned about its speed."""
         self._runner.close()
+        costs = self.scheduler.costs
+        if self._keep_prices is not None and costs.steps >= _ENOUGH_STEPS:
+            self._keep_prices(costs.prices)
 
     # One step
 
@@ -260,6 +270,7 @@ class Engine:
         scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
         scheduler.costs.learn(step.work, result.seconds)
         self._step_tokens += step.work.tokens
+        self._iterations[(step.work.tokens - 1).bit_length()] += 1
         for entry, row in zip(step.entries, result.rows, strict=True):
             sequence = entry.sequence
             sequence.in_flight -= entry.count
@@ -356,6 +367,7 @@ class Engine:
             finish_reason=reason,
             stop_token=stop_token,
             cached_tokens=max(sequence.cached_tokens, 0),
+            cache_miss=sequence.cache_miss,
             phases=tuple(sequence.parts),
             preemptions=sequence.preemptions,
         )
@@ -383,6 +395,7 @@ class Engine:
                     index=index,
                     finish_reason=reason,
                     cached_tokens=max(sequence.cached_tokens, 0),
+                    cache_miss=sequence.cache_miss,
                     phases=tuple(sequence.parts),
                     preemptions=sequence.preemptions,
                 )

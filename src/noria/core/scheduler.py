@@ -330,6 +330,7 @@ class Scheduler:
         cache.mark(sequence.kv, sequence.tokens)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = start
+            sequence.cache_miss = cache.explain(sequence.kv, sequence.prompt_length, hit.blocks, sequence.hit_limit)
             self.prefix_queries += sequence.prompt_length
             self.prefix_hits += start
             self.queue.charge_prompt(sequence, sequence.prompt_length - start)

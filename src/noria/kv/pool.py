@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from noria.core.plan import NULL_BLOCK
+from noria.kv.misses import Misses
 
 ABSENT = 0  # outcomes of `find` that are not a block
 COLLISION = -1
@@ -25,12 +26,13 @@ COLLISION = -1
 class BlockPool:
     """The blocks [1, num_blocks) and the index (group, key) -> block. Raises nothing: callers ask `available` first."""
 
-    __slots__ = ("_free", "_group", "_index", "_key", "_packed", "_parent", "cached", "refs", "size")
+    __slots__ = ("_free", "_group", "_index", "_key", "_packed", "_parent", "cached", "misses", "refs", "size")
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.size = num_blocks - 1  # without the null block
         self.refs = [0] * num_blocks
         self.cached: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
+        self.misses = Misses()
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: low ids first
         self._index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._key: list[bytes] = [b""] * num_blocks  # b"": none
@@ -53,6 +55,7 @@ class BlockPool:
         free = self._free
         while len(free) < count:
             block, _ = self.cached.popitem(last=False)
+            self.misses.evicted(self._key[block], self._parent[block])
             self._forget(block)
             free.append(block)
         taken = [free.pop() for _ in range(count)]
@@ -99,6 +102,7 @@ class BlockPool:
         """Drop the whole index: cached blocks become free, referenced blocks can no longer be found."""
         self._free.extend(self.cached)
         self.cached.clear()
+        self.misses.forget()
         for index in self._index:
             for block in list(index.values()):
                 self._forget(block)
