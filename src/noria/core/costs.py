@@ -103,7 +103,8 @@ class CostModel:
         terms = [p * x for p, x in zip(self._prices, (1, *work), strict=True)]
         predicted = sum(terms)
         surprise = log(seconds / predicted)
-        self._follow_quantile(surprise)
+        if work.tokens > work.logits:  # a step with a part of a prompt: those are what the margin is for
+            self._follow_quantile(surprise)
         shares = [term / predicted for term in terms]
         covariance = self._covariance
         spread = [sum([c * s for c, s in zip(row, shares, strict=True)]) for row in covariance]
