@@ -120,7 +120,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step made for one choice of one request. Exactly one output of a choice has a finish reason."""
 
     request_id: int

@@ -38,6 +38,7 @@ _MEASURED = (0.05, 0.02)  # the same of prices that an earlier run has learned
 _FORGET = 1e-4  # share of the first variance that comes back with each step
 _CLIP = 2.0  # standard deviations that a surprise counts for
 _WIDEN = 0.02  # common variance that a clipped surprise adds
+_EXPECTED, _WARM_UP, _THINNED = 0.05, 100, 8  # after so many steps, of so little surprise, one in so many is learned from
 _QUANTILE = 0.99  # of steps that take no longer than predicted times the margin
 _MARGIN_STEP = 0.02
 _MOST_MARGIN = 2.0
@@ -100,12 +101,13 @@ class CostModel:
         if not (seconds > 0 and isfinite(seconds)):
             return
         self.steps += 1
-        terms = [p * x for p, x in zip(self._prices, (1, *work), strict=True)]
-        predicted = sum(terms)
+        predicted = self.seconds(work)
         surprise = log(seconds / predicted)
         if work.tokens > work.logits:  # a step with a part of a prompt: those are what the margin is for
             self._follow_quantile(surprise)
-        shares = [term / predicted for term in terms]
+        if abs(surprise) < _EXPECTED and self.steps > _WARM_UP and self.steps % _THINNED:
+            return
+        shares = [p * x / predicted for p, x in zip(self._prices, (1, *work), strict=True)]
         covariance = self._covariance
         spread = [sum([c * s for c, s in zip(row, shares, strict=True)]) for row in covariance]
         variance = sum([a * s for a, s in zip(spread, shares, strict=True)]) + _NOISE
