@@ -239,7 +239,7 @@ class KVCache:
             return None
         new = []
         for blocks in table.blocks:
-            taken = self.pool.take(count)
+            taken = self.pool.take(count, blocks[-1] if blocks else NULL_BLOCK)
             blocks += taken
             new.append(tuple(taken))
         table.capacity += count * BLOCK_SIZE
