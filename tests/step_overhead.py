@@ -3,7 +3,7 @@
     PYTHONPATH=src:tests python tests/step_overhead.py [running] [--instructions]
 
 Everything but the forward pass is real: scheduler, block pool, the runner's tables and inputs, commit, outputs, and the message
-to the server. Each part is timed by itself in processor time of the thread, and its median step is printed: a busy neighbour hardly shows.
+to the server. Each part is timed by itself, in processor time of the thread, and its median step is printed.
 
 With `--instructions` nothing is timed and two rounds are run for callgrind, which counts instead, without noise:
 

@@ -61,6 +61,7 @@ class CostModel:
         prices = prices or Prices()
         self.steps = 0  # that it has learned from
         self.margin = 1.0  # times the prediction: what `_QUANTILE` of the steps stay under
+        self._kept = prices.measured
         self._logs = [log(p) for p in (prices.start, prices.tokens, prices.pairs, prices.context, prices.logits)]
         self._prices = [exp(x) for x in self._logs]
         common, own = _MEASURED if prices.measured else _GUESSED
@@ -71,7 +72,9 @@ class CostModel:
     def prices(self) -> Prices:
         """What it believes now."""
         start, tokens, pairs, context, logits = self._prices
-        return Prices(start=start, tokens=tokens, pairs=pairs, context=context, logits=logits, measured=self.steps > 0)
+        return Prices(
+            start=start, tokens=tokens, pairs=pairs, context=context, logits=logits, measured=self._kept or self.steps > 0
+        )
 
     def seconds(self, work: Work) -> float:
         """The expected time of a step."""

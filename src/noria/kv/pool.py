@@ -7,9 +7,10 @@ Every block but the null block is in exactly one of three conditions:
     cached      no references, a key: can be found, and can be evicted
 
 Eviction takes the cached block that was released first, and begins when an eighth of the blocks is left free: sequences whose
-blocks are neighbours are faster to read than more cached prefixes are worth (`kv/free.py`). Callers release the blocks of a full-attention group from the
-tail to the head, and those of a window group from the oldest position on. A holder of a full-attention block holds all
-blocks before it, so a block is always released (again) after its children, and least recently used first is also leaves first.
+blocks are neighbours are faster to read, which is worth more than so many cached blocks (`kv/free.py`). Callers release the
+blocks of a full-attention group from the tail to the head, and those of a window group from the oldest position on. A holder
+of a full-attention block holds all blocks before it, so a block is always released (again) after its children, and least
+recently used first is also leaves first.
 """
 
 from __future__ import annotations
