@@ -80,7 +80,7 @@ def test_a_first_step_that_is_an_outlier_is_forgotten() -> None:
     """Red when what came first is trusted for ever: the first step touches all memory for the first time."""
     model, works = CostModel(), traffic(Random(2))
     model.learn(next(works), 5.0)
-    for work in (next(works) for _ in range(15)):
+    for work in (next(works) for _ in range(20)):
         model.learn(work, seconds(TRUE, work))
     assert errors(model, TRUE)[100] < 0.2
 
@@ -93,6 +93,16 @@ def test_another_regime_is_believed_within_a_few_steps(factor: float) -> None:
         model.learn(work, factor * seconds(TRUE, work))
     work = next(works)
     assert model.seconds(work) == pytest.approx(factor * seconds(TRUE, work), rel=0.2)
+
+
+def test_a_slow_drift_is_followed_for_ever() -> None:
+    """Red when certainty only grows: after an hour of steps, a change too small to surprise would never be learned."""
+    model, works, random = taught(TRUE, 5000, noise=0.1), traffic(Random(5)), Random(9)
+    drifts = []
+    for work in (next(works) for _ in range(800)):
+        model.learn(work, 1.15 * seconds(TRUE, work) * random.lognormvariate(0, 0.1))
+        drifts.append(log(model.seconds(work) / seconds(TRUE, work)))
+    assert sum(drifts[400:]) / 400 == pytest.approx(log(1.15), abs=0.03)
 
 
 def test_what_a_step_says_nothing_about_stays() -> None:

@@ -126,6 +126,18 @@ def test_a_greedy_tenant_takes_its_share_and_no_more(policy: str) -> None:
     assert gap <= watched.bound if policy == "fair" else gap > 4 * watched.bound
 
 
+def test_writers_and_readers_get_the_same() -> None:
+    """Red when only prompts are counted: short prompts with long answers would run beside nobody."""
+    watched = Watched("fair", rows=2, blocks=24)
+    for _ in range(60):
+        watched.ask("reader", 60, 1)
+        watched.ask("writer", 2, 30)
+    while {"reader", "writer"} <= {s.request.tenant for s in watched.engine.queue} or not watched.history:
+        watched.step()
+    assert min(watched.had.values()) > 1500
+    assert watched.largest_gap("reader", "writer") <= watched.bound
+
+
 def test_who_was_away_comes_back_without_credit() -> None:
     """Red when a tenant that asked for nothing may shut the others out until it has caught up."""
     watched = Watched("fair", rows=2, blocks=24)

@@ -103,6 +103,15 @@ def test_a_reset_is_a_new_beginning() -> None:
     assert miss(engine, [*TEXT[:50], 3]) == NEVER_SEEN
 
 
+def test_the_last_evictions_are_those_remembered() -> None:
+    """Red when a block that was evicted twice is forgotten as if it had been once, long ago."""
+    misses = Misses()
+    for key in [b"twice", *(i.to_bytes(16) for i in range(16_000)), b"twice", *(i.to_bytes(16) for i in range(20_000, 21_000))]:
+        misses.evicted(key, b"root")
+    assert misses.explain(b"twice", b"root", b"", 1) == EVICTED
+    assert misses.explain((0).to_bytes(16), b"root", b"", 1) == NEVER_SEEN
+
+
 def test_the_memory_is_bounded() -> None:
     """Red when evicted keys or first blocks pile up for as long as the server runs."""
     misses = Misses()

@@ -16,8 +16,8 @@ The prices are positive and errors are relative, so the filter works on their lo
 1960) whose observation is log(seconds) and whose gradient is each term's share of the predicted time. Its covariance says
 what is known already: a step of decodes alone moves `start`, `tokens`, `context` and `logits`, and leaves `pairs` as it is.
 
-No outlier can poison it. A surprise counts for at most two of its standard deviations (Huber, 1964); but it also widens the
-common uncertainty, so that several of the same sign in a row (another regime, a first guess that was wrong) are believed.
+No outlier can poison it. A surprise counts for at most two of its standard deviations (Huber, 1964); but a second of the same
+sign behind it widens the common uncertainty, so that another regime, or a first guess that was wrong, is believed soon.
 
 A sliding window sees fewer pairs than are counted: the prices are then those of the mix of lengths that is being served.
 """
@@ -35,9 +35,9 @@ LEAST_CHUNK = 16  # tokens of prefill in a step, however little time is left: a 
 _NOISE = 0.1**2  # variance of log(seconds) of equal steps
 _GUESSED = (1.2, 0.5)  # variance of a guess's logarithm: common to all prices, and of each by itself
 _MEASURED = (0.05, 0.02)  # the same of prices that an earlier run has learned
-_FORGET = 1e-4  # share of the first variance that comes back with each step
+_FORGET = 3e-5  # share of the first variance that comes back with each step
 _CLIP = 2.0  # standard deviations that a surprise counts for
-_WIDEN = 0.02  # common variance that a clipped surprise adds
+_WIDEN = 0.02  # common variance that a second clipped surprise in a row adds
 _EXPECTED, _WARM_UP, _THINNED = 0.05, 100, 8  # after so many steps, of so little surprise, one in so many is learned from
 _QUANTILE = 0.99  # of steps that take no longer than predicted times the margin
 _MARGIN_STEP = 0.02
@@ -61,6 +61,7 @@ class CostModel:
         prices = prices or Prices()
         self.steps = 0  # that it has learned from
         self.margin = 1.0  # times the prediction: what `_QUANTILE` of the steps stay under
+        self._beyond = 0  # whether the last step took longer (1) or less (-1) than a surprise counts for
         self._kept = prices.measured
         self._logs = [log(p) for p in (prices.start, prices.tokens, prices.pairs, prices.context, prices.logits)]
         self._prices = [exp(x) for x in self._logs]
@@ -119,7 +120,9 @@ class CostModel:
         gain = [a / variance for a in spread]
         self._logs = [x + g * clipped for x, g in zip(self._logs, gain, strict=True)]
         self._prices = [exp(x) for x in self._logs]
-        widen = _WIDEN if clipped != surprise else 0.0
+        beyond = (surprise > most) - (surprise < -most)
+        widen = _WIDEN if beyond and beyond == self._beyond else 0.0
+        self._beyond = beyond
         self._covariance = [
             [c - g * a + (f - c) * _FORGET + widen for c, a, f in zip(row, spread, first, strict=True)]
             for g, row, first in zip(gain, covariance, self._first, strict=True)

@@ -36,7 +36,6 @@ class Misses:
     def cached(self, key: bytes, parent: bytes, packed: bytes, first: bool) -> None:
         """A block became findable behind `parent`, which is the root if it is the `first`."""
         self._next[parent] = (key, packed)
-        self._evicted.pop(key, None)
         if first:
             self._first[packed] = parent
             self._first.move_to_end(packed)
@@ -46,6 +45,7 @@ class Misses:
     def evicted(self, key: bytes, parent: bytes) -> None:
         """A block can no longer be found."""
         self._evicted[key] = None
+        self._evicted.move_to_end(key)
         if len(self._evicted) > _EVICTED_KEPT:
             self._evicted.popitem(last=False)
         following = self._next.get(parent)
