@@ -97,12 +97,12 @@ def test_another_regime_is_believed_within_a_few_steps(factor: float) -> None:
 
 def test_a_slow_drift_is_followed_for_ever() -> None:
     """Red when certainty only grows: after an hour of steps, a change too small to surprise would never be learned."""
-    model, works, random = taught(TRUE, 5000, noise=0.1), traffic(Random(5)), Random(9)
+    model, works, random = taught(TRUE, 5000, noise=0.03), traffic(Random(5)), Random(9)
     drifts = []
     for work in (next(works) for _ in range(800)):
-        model.learn(work, 1.15 * seconds(TRUE, work) * random.lognormvariate(0, 0.1))
+        model.learn(work, 1.08 * seconds(TRUE, work) * random.lognormvariate(0, 0.03))
         drifts.append(log(model.seconds(work) / seconds(TRUE, work)))
-    assert sum(drifts[400:]) / 400 == pytest.approx(log(1.15), abs=0.03)
+    assert sum(drifts[400:]) / 400 == pytest.approx(log(1.08), abs=0.02)
 
 
 def test_what_a_step_says_nothing_about_stays() -> None:
