@@ -57,7 +57,7 @@ struct F32Cache {
 
 #if defined(__AVX512F__)
 constexpr int kMostVectors = 8;
-constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 1 : vectors >= 4 ? 2 : 4; }
+constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 2 : vectors >= 4 ? 3 : 4; }
 constexpr int chunks_beside(int vectors) { return vectors >= 8 ? 2 : 4; }
 #else
 constexpr int kMostVectors = 4;
@@ -307,21 +307,29 @@ class AttentionTile {
       return mask_bits(static_cast<uint16_t>(from & to));
     };
     vf16 highest = set1(-kInfinity);
-    for (int b = first_block; b <= last_block; ++b) {
-      vf16 score = load(scores + b * 16) * set1(args_.scale);
-      if (args_.softcap > 0.0f) score = soft_capped(score, args_.softcap);
-      score = select(visible(b), score, set1(-kInfinity));
+    const auto scaled = [&](int b) {
+      const vf16 score = load(scores + b * 16) * set1(args_.scale);
+      return args_.softcap > 0.0f ? soft_capped(score, args_.softcap) : score;
+    };
+    const auto keep = [&](int b, vf16 score) {
       store(scores + b * 16, score);
       highest = NORIA_TIER::max(score, highest);  // a NaN is passed over here and arrives by its exponential
-    }
+    };
+    keep(first_block, select(visible(first_block), scaled(first_block), set1(-kInfinity)));
+    for (int b = first_block + 1; b < last_block; ++b) keep(b, scaled(b));
+    if (last_block > first_block) keep(last_block, select(visible(last_block), scaled(last_block), set1(-kInfinity)));
     s_.split_max[v] = max_lanes(highest);
+
     const vf16 most = set1(s_.split_max[v]);
     vf16 sum = zero();
-    for (int b = first_block; b <= last_block; ++b) {
-      const vf16 value = select(visible(b), exp_not_positive(load(scores + b * 16) - most), zero());
+    const auto exponential = [&](int b) { return exp_not_positive(load(scores + b * 16) - most); };
+    const auto add = [&](int b, vf16 value) {
       C::put(e + b * 16, value);
       sum = sum + value;
-    }
+    };
+    add(first_block, select(visible(first_block), exponential(first_block), zero()));
+    for (int b = first_block + 1; b < last_block; ++b) add(b, exponential(b));
+    if (last_block > first_block) add(last_block, select(visible(last_block), exponential(last_block), zero()));
     s_.split_sum[v] = sum_lanes(sum);
   }
 

@@ -275,12 +275,55 @@ void Tape::finished(uint32_t op) {
   last_time_ = time;
 }
 
+namespace {
+
+const char* name_of(StageKind kind) {
+  switch (kind) {
+    case StageKind::embed:
+      return "embed";
+    case StageKind::gather:
+      return "gather";
+    case StageKind::norm:
+      return "norm";
+    case StageKind::add:
+      return "add";
+    case StageKind::gated:
+      return "gated";
+    case StageKind::head_norm:
+      return "head_norm";
+    case StageKind::rope:
+      return "rope";
+    case StageKind::write_kv:
+      return "write_kv";
+    case StageKind::quantize:
+      return "quantize";
+    case StageKind::round_bf16:
+      return "bf16";
+    case StageKind::softcap:
+      return "softcap";
+  }
+  return "?";
+}
+
+// "norm+quantize"; a run of one kind is named once.
+std::string stage_names(const std::vector<Stage>& stages) {
+  std::string names;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    if (i > 0 && stages[i].kind == stages[i - 1].kind) continue;
+    if (i > 0) names += '+';
+    names += name_of(stages[i].kind);
+  }
+  return names;
+}
+
+}  // namespace
+
 std::vector<std::string> Tape::labels() const {
   std::vector<std::string> labels;
   for (const Op& op : ops_) {
     switch (op.kind) {
       case OpKind::rows:
-        labels.push_back("rows x" + std::to_string(op.stages.size()));
+        labels.push_back("rows " + stage_names(op.stages));
         break;
       case OpKind::linear:
         labels.push_back("linear " + std::to_string(op.linear[1].inputs) + " > " + std::to_string(op.linear[1].y_stride));
