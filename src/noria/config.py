@@ -38,9 +38,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_queued_reqs: Annotated[int, Meta(ge=1, description="requests that may wait; more are answered 429")] = 1024
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request, from its arrival")] | None = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
-    kv_cache_dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="type of K and V in the cache (auto: bf16)")] = (
-        "auto"
-    )
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bf16", "f32", "int8"],
+        Meta(description="type of K and V in the cache (auto: bf16; int8: half the memory)"),
+    ] = "auto"
     kv_cache_memory_bytes: (
         Annotated[int, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")]
         | None

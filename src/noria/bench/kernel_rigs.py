@@ -154,7 +154,7 @@ def _attention(
         rig.fill(sequences, length, GREEDY, shared=shared)
         rig.executable.run(rig.inputs([(0, 0, min(BLOCK_SIZE, length))]))  # real keys and values in one block, and so in all
         rig.backend.copy_blocks([(1, block) for block in range(2, kv.num_blocks)])
-        unit = "f32" if kv.dtype == "f32" else "bf16"
+        unit = {"bf16": "bf16", "f32": "f32", "int8": "u8s8"}[kv.dtype]
         found = rig.measure(rig.inputs(chunks), "attention", "attend")
         if shared:
             found = replace(found, nbytes=found.nbytes / sequences)
