@@ -12,6 +12,7 @@ from noria.observe.metrics import Metrics
 from noria.observe.timeline import timeline
 from noria.server.answer import Answer, Delta
 from noria.server.client import EngineClient, EngineDead
+from noria.server.exchange import current_exchange
 from noria.types import FinishReason, RequestError, SequenceOutput
 
 Deltas = list[tuple[int, Delta]]  # (position of the prompt in the call, delta), in the order they were made
@@ -31,6 +32,7 @@ class Generation:
         self._last_tokens: dict[tuple[int, int], float] = {}  # when each choice had its last tokens
         self._last = answers[-1]  # the answer that the engine finished last
         self._aborted = False
+        self._exchange = current_exchange()
 
     async def steps(self) -> AsyncGenerator[Deltas]:
         """The deltas of each step that had some. Returns when the engine has finished every request.
@@ -39,6 +41,7 @@ class Generation:
         """
         try:
             stream = self._client.generate(*(answer.request for answer in self.answers))
+            self._exchange.sent(self._arrival, self.prompt_tokens)
             async for outputs in stream:
                 now = time.monotonic()
                 deltas: Deltas = []
@@ -92,6 +95,7 @@ class Generation:
             self._prefilled.add(position)
             self._metrics.prefilled(len(answer.request.prompt), now - self._arrival)
         if delta is not None and delta.tokens:
+            self._exchange.generated(len(delta.tokens), now)
             before = self._last_tokens.get((position, delta.index))
             self._last_tokens[position, delta.index] = now
             self._metrics.generated(len(delta.tokens), None if before is None else now - before)
@@ -106,6 +110,7 @@ class Generation:
         self._open.remove(position)
         self._last = self.answers[position]
         self._metrics.finished(reason, now - self._arrival, self._last.phases)
+        self._exchange.finished(self._last.phases, self._last.cached_tokens)
 
     def _give_up(self, reason: FinishReason) -> None:
         """Count and abort what is still open, if the reader leaves early or the engine is gone."""
@@ -118,7 +123,9 @@ class Generation:
         """The error that a failed request is told as. Nobody is there to hear it after our own abort."""
         for answer in self.answers:
             if answer.failure is FinishReason.TIMEOUT:
-                raise RequestError("the request reached its deadline (--request-timeout-s)", status=503, code="timeout")
+                raise RequestError(
+                    "the request reached its deadline (--request-timeout-s, or X-Noria-Timeout)", status=503, code="timeout"
+                )
             if answer.failure is FinishReason.ERROR:
                 text = answer.failure_text or "unknown"
                 raise RequestError(f"the engine could not go on with this request: {text}", status=500)
