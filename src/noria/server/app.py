@@ -11,6 +11,8 @@ from starlette.types import ASGIApp
 
 from noria.observe import metrics
 from noria.observe.version import version
+from noria.server.batches.endpoints import Batches, Files
+from noria.server.batches.service import BatchService
 from noria.server.context import ServerContext
 from noria.server.errors import JSON, error_response
 from noria.server.gate import Gate
@@ -22,6 +24,8 @@ def make_app(context: ServerContext) -> ASGIApp:
     """The whole server as one ASGI application."""
     openai = OpenAI(context)
     probes = Probes(context)
+    service = context.batches = BatchService(context)
+    files, batches = Files(context, service), Batches(context, service)
     routes = [
         Route("/health", probes.health, methods=["GET"]),
         Route("/ready", probes.ready, methods=["GET"]),
@@ -31,6 +35,15 @@ def make_app(context: ServerContext) -> ASGIApp:
         Route("/v1/models/{model:path}", openai.model, methods=["GET"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/files", files.create, methods=["POST"]),
+        Route("/v1/files", files.index, methods=["GET"]),
+        Route("/v1/files/{file_id}", files.retrieve, methods=["GET"]),
+        Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
+        Route("/v1/batches", batches.create, methods=["POST"]),
+        Route("/v1/batches", batches.index, methods=["GET"]),
+        Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
         Route("/tokenize", openai.tokenize, methods=["POST"]),
         Route("/detokenize", openai.detokenize, methods=["POST"]),
     ]
@@ -39,6 +52,8 @@ def make_app(context: ServerContext) -> ASGIApp:
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, 500: _on_fault},
     )
     app.router.redirect_slashes = False  # a path is right or unknown; clients do not repeat a POST after a redirect
+    batches.paths = frozenset(route.path for route in routes)
+    service.app = app
     return Gate(app, context)
 
 

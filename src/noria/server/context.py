@@ -14,6 +14,7 @@ from noria.types import RequestError
 
 if TYPE_CHECKING:
     from noria.observe.metrics import Metrics
+    from noria.server.batches.service import BatchService
     from noria.server.client import EngineClient
     from noria.server.loading import ModelText
     from noria.server.wire import EngineFacts
@@ -55,6 +56,7 @@ class ServerContext:
         self.keys = load_keys(config.api_key, config.api_key_file)
         self.access_log = AccessLog(config.access_log, config.slow_request_s)
         self.served: Served | None = None
+        self.batches: BatchService | None = None  # with an application around it
         self.draining = False
         self.open_requests = 0  # HTTP requests that the engine works for
         self._request_ids = secrets.randbits(32) << 20  # unique inside; the start only keeps logs of two runs apart

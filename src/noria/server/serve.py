@@ -123,6 +123,8 @@ class Server:
             return 0
         finally:
             await http.close(accepting)
+            if context.batches is not None:
+                await context.batches.close()
             client.close()
 
     async def _start(self, context: ServerContext, client: EngineClient) -> None:
@@ -146,6 +148,8 @@ class Server:
             names=names,
             model_defaults=self._config.generation_config == "model",
         )
+        assert context.batches is not None
+        await context.batches.start()
         for line in facts.ledger:
             self._stage(line)
         self._announce(names[0], chat=text.template is not None)
@@ -171,6 +175,8 @@ class Server:
         """New requests are refused; running ones get `shutdown_timeout_s` to finish, then their error."""
         context.draining = True
         assert context.served is not None
+        assert context.batches is not None
+        await context.batches.close()
         if context.open_requests:
             log.info("draining: %d requests open; a second signal ends at once", context.open_requests)
         if not await _until(lambda: context.open_requests == 0, self._config.shutdown_timeout_s):
