@@ -20,7 +20,7 @@ from noria.types import RequestError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes carry no key
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}
-MAX_TIMEOUT_S = 86_400.0
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 log = logging.getLogger("noria.access")
 
 
@@ -28,13 +28,13 @@ class Gate:
     """Wraps the application. One small object and no task a request."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
-        self._app = app
+        self.app = app
         self._context = context
         self._anonymous = anonymous()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)  # lifespan
+            return await self.app(scope, receive, send)  # lifespan
         scope["noria.request_id"] = "req-" + secrets.token_hex(12)
         exchange = Exchange(self._anonymous, "")
 
@@ -55,7 +55,7 @@ class Gate:
         enter(exchange)
         self._context.open_requests += work
         try:
-            await self._app(scope, receive, tagged)
+            await self.app(scope, receive, tagged)
         finally:
             self._context.open_requests -= work
             if work:
@@ -128,6 +128,7 @@ def checked_timeout(value: str) -> float:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN is no number of seconds either
-        raise RequestError(f"X-Noria-Timeout must be a number of seconds, at most {MAX_TIMEOUT_S:g}", param="X-Noria-Timeout")
+    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:  # NaN is no number of seconds either
+        message = f"X-Noria-Timeout must be {MIN_TIMEOUT_S} to {MAX_TIMEOUT_S:g} seconds"
+        raise RequestError(message, param="X-Noria-Timeout")
     return seconds

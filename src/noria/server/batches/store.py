@@ -94,7 +94,8 @@ class Store:
         self.contents = folder / "files"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         try:
-            self.contents.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # prompts and answers: nobody else's business
+            self.contents.mkdir(exist_ok=True)
             self._lock = (folder / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
