@@ -144,7 +144,7 @@ class Server:
             client=client,
             facts=facts,
             text=text,
-            metrics=Metrics(names[0], lambda: client.stats),
+            metrics=Metrics(names[0], lambda: client.stats, vllm_names=self._config.vllm_metrics),
             names=names,
             model_defaults=self._config.generation_config == "model",
         )

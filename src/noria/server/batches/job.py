@@ -63,6 +63,7 @@ class Job:
         self._slots = slots
         self._send = send
         self._work: asyncio.Task[None] | None = None  # the lines that run
+        self._engine_died = False
         self._ending: str | None = "cancelled" if self._batch.status == "cancelling" else None
 
     async def run(self) -> None:
@@ -147,7 +148,8 @@ class Job:
             try:
                 status, result, spent = await self._result(line)
             except asyncio.CancelledError:
-                await asyncio.shield(store.run(store.attempt, seq, line.number, -1))
+                if not self._engine_died:
+                    await asyncio.shield(store.run(store.attempt, seq, line.number, -1))
                 raise
             await asyncio.shield(store.run(store.finish_line, seq, line.number, result, failed=status != 200, spent=spent))
         finally:
@@ -180,7 +182,8 @@ class Job:
             answered = await self._send(self._batch.endpoint, body, exchange)
             code = _code(answered)
             timeouts += code == "timeout"
-            busy = answered.status in (429, 503) or code == "engine_dead"
+            self._engine_died |= code == "engine_dead"  # the server is about to end too
+            busy = answered.status in (429, 503) or self._engine_died
             if not busy or timeouts == MAX_TIMEOUTS:
                 return answered, exchange
             await asyncio.sleep(float(answered.headers.get(b"retry-after", RETRY_S)))
