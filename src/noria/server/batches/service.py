@@ -112,7 +112,8 @@ class BatchService:
         served = self._context.served
         assert served is not None
         if self._slots is None:
-            self._slots = Slots(self._context.engine_config.max_num_seqs, lambda: served.client.stats)
+            rows = self._context.engine_config.max_num_seqs
+            self._slots = Slots(rows, lambda: served.client.stats, lambda: self._context.open_requests)
         job = Job(store, stored, caller, served.names, self._context.config.max_body_bytes, self._slots, self._send)
         task = asyncio.create_task(job.run())
         self._jobs[stored.batch.id] = (job, task)

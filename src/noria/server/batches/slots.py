@@ -12,11 +12,15 @@ SHARE = 0.75  # of the rows, at most: a request that arrives finds a free one
 
 
 class Slots:
-    """Shared by all batches. A line that waits holds the turn, so batches take turns line by line."""
+    """Shared by all batches. A line that waits holds the turn, so batches take turns line by line.
 
-    def __init__(self, max_num_seqs: int, stats: Callable[[], EngineStats]) -> None:
+    `interactive` counts the open requests of clients: they are known here before the engine's figures show them.
+    """
+
+    def __init__(self, max_num_seqs: int, stats: Callable[[], EngineStats], interactive: Callable[[], int]) -> None:
         self._most = max(1, int(max_num_seqs * SHARE))
         self._stats = stats
+        self._interactive = interactive
         self._taken = 0
         self._turn = asyncio.Lock()  # first come, first served
 
@@ -34,5 +38,5 @@ class Slots:
     def _room(self) -> bool:
         """Nobody waits for admission, and the rows of others and ours leave some."""
         stats = self._stats()
-        others = max(0, stats.running - self._taken)
+        others = max(self._interactive(), stats.running - self._taken)  # one request may have several rows
         return stats.waiting == 0 and self._taken + others < self._most
