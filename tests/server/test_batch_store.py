@@ -381,13 +381,7 @@ def test_lines_leave_room_for_others() -> None:
             count += 1
         return count
 
-    for running, waiting, interactive, expected in (
-        (0, 0, 0, 6),
-        (0, 0, 4, 2),
-        (4, 0, 4, 2),
-        (6, 0, 1, 0),
-        (0, 0, 9, 0),
-        (0, 1, 0, 0),
-    ):
+    cases = ((0, 0, 0, 6), (0, 0, 4, 2), (4, 0, 4, 2), (6, 0, 1, 0), (0, 0, 9, 0), (0, 1, 0, 0))
+    for running, waiting, interactive, expected in cases:
         stats = EngineStats(running=running, waiting=waiting)
         assert asyncio.run(taken(9)) == expected, (running, waiting, interactive)

@@ -209,7 +209,7 @@ def test_every_request_carries_its_tenant(guarded: Guarded) -> None:
 def test_a_client_may_set_its_deadline(guarded: Guarded) -> None:
     """Red if X-Noria-Timeout is ignored, or anything but seconds is taken."""
     body = guarded.server.completion("x", max_tokens=400, ignore_eos=True)
-    error = guarded.server.refused(COMPLETIONS, body, status=503, headers={"X-Noria-Timeout": "0.05"})
+    error = guarded.server.refused(COMPLETIONS, body, status=408, headers={"X-Noria-Timeout": "0.05"})
     assert error["code"] == "timeout"
     for wrong in ("0", "-1", "nan", "inf", "soon", "1e9", ""):
         guarded.server.refused(COMPLETIONS, body, param="X-Noria-Timeout", headers={"X-Noria-Timeout": wrong})
@@ -270,7 +270,7 @@ def test_slow_requests_say_where_the_time_went(guarded: Guarded) -> None:
     assert sum(row["parts"].values()) == pytest.approx(row["seconds"], rel=0.01)
     assert row["seconds"] == pytest.approx(elapsed, abs=0.1)
     assert set(row["parts"]) == {"receive", *out["timing"]}
-    assert row["parts"]["decode"] == pytest.approx(out["timing"]["decode"])
+    assert row["parts"]["decode"] == pytest.approx(out["timing"]["decode"], abs=1e-5)
     assert not [row for row in told() if row["request_id"] == "fast-one"]
 
 

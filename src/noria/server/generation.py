@@ -119,13 +119,18 @@ class Generation:
             self._client.abort(self.answers[position].request.request_id)
             self._close(position, reason, now)
 
+    def _too_late(self) -> RequestError:
+        """Past a deadline: the client's own, or the server's."""
+        deadline = self._exchange.deadline
+        if deadline is not None and time.monotonic() >= deadline:
+            return RequestError("the request took longer than its X-Noria-Timeout", status=408, code="timeout")
+        return RequestError("the request reached its deadline (--request-timeout-s)", status=503, code="timeout")
+
     def _raise_failure(self) -> None:
         """The error that a failed request is told as. Nobody is there to hear it after our own abort."""
         for answer in self.answers:
             if answer.failure is FinishReason.TIMEOUT:
-                raise RequestError(
-                    "the request reached its deadline (--request-timeout-s, or X-Noria-Timeout)", status=503, code="timeout"
-                )
+                raise self._too_late()
             if answer.failure is FinishReason.ERROR:
                 text = answer.failure_text or "unknown"
                 raise RequestError(f"the engine could not go on with this request: {text}", status=500)

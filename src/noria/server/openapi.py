@@ -81,12 +81,12 @@ ERRORS = {
     "400": "something in the request is wrong; `param` names it",
     "401": "no key, or a wrong one",
     "404": "no such model or object",
-    "408": "the body stopped coming",
+    "408": "the body stopped coming, or X-Noria-Timeout has passed",
     "409": "the object is in a state in which this cannot be done",
     "413": "the body is too large",
     "429": "the queue or a limit of the key is full; Retry-After says when to come back",
     "500": "a fault of the server",
-    "503": "loading, draining, or past the request's deadline",
+    "503": "loading, draining, or past the server's deadline for requests",
     "507": "the data folder is full",
 }
 HEADERS = (
@@ -168,7 +168,7 @@ def _content(entry: Entry) -> dict[str, Any]:
         return {entry.answer: {"schema": {} if "json" in entry.answer else {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": REF.format(name=entry.answer.__name__)}}}
     if entry.stream:
-        content[EVENTS] = {"schema": {"type": "string"}}
+        content[EVENTS] = {"schema": {}}
     return content
 
 
