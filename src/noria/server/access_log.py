@@ -6,7 +6,6 @@ No line holds a prompt, an answer, a key or a query string: ids, names, counts a
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import sys
 import time
 from typing import Any
@@ -78,7 +77,9 @@ def _handler(target: str) -> logging.Handler:
     """Appends lines; a file that a rotation has moved away is opened anew."""
     if target == STDERR:
         return logging.StreamHandler(sys.stderr)
+    from logging.handlers import WatchedFileHandler  # loads sockets and queues, which few servers need
+
     try:
-        return logging.handlers.WatchedFileHandler(target)
+        return WatchedFileHandler(target)
     except OSError as error:
         raise ConfigError(f"--access-log {target}: {error.strerror}") from None

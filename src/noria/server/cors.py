@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from noria.types import ConfigError
@@ -26,6 +25,8 @@ def cross_origin(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             )
     if not origins:
         return app
+    from starlette.middleware.cors import CORSMiddleware
+
     return CORSMiddleware(
         app,
         allow_origins=origins,
