@@ -292,7 +292,7 @@ def test_a_line_that_always_ends_the_process_is_given_up(store: Store) -> None:
     """Red if one request can keep a server from ever coming up again."""
     stored = add_batch(store, [item(0), item(1)])
     first = json.dumps(item(0)).encode()
-    stored.batch.status = "in_progress"
+    stored.batch.status, stored.batch.model = "in_progress", "m"
     store.begin(stored.seq, stored.batch, [Line(1, "c0", 0, len(first)), Line(2, "c1", len(first) + 1, len(first))])
     for _ in range(MAX_ATTEMPTS):
         store.attempt(stored.seq, 1, 1)
@@ -360,6 +360,26 @@ def test_an_early_end_keeps_what_is_done(store: Store, ending: str) -> None:
     assert len(bad) == batch.request_counts.failed == 13
     assert {line["error"]["code"] for line in bad} == {f"batch_{ending}"}
     assert sorted(line["custom_id"] for line in good + bad) == sorted(f"c{i}" for i in range(20))
+
+
+def test_a_batch_of_a_model_that_is_not_served_waits(store: Store) -> None:
+    """Red if its lines are answered with 404, or it can neither be cancelled nor end."""
+    stored = add_batch(store, [item(0)])
+    stored.batch.status, stored.batch.model = "in_progress", "other"
+    store.begin(stored.seq, stored.batch, [Line(1, "c0", 0, 10)])
+    app = App()
+
+    async def go() -> None:
+        job = Job(store, stored, anonymous(), ("m",), 10_000, Slots(4, EngineStats, lambda: 0), app)
+        task = asyncio.create_task(job.run())
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        await job.cancel()
+        await task
+
+    asyncio.run(go())
+    assert not app.calls
+    assert store.batch(stored.batch.id, "").batch.status == "cancelled"
 
 
 # Room for lines

@@ -247,6 +247,12 @@ def test_refused_and_dropped_requests_are_logged(guarded: Guarded) -> None:
     guarded.server.call(COMPLETIONS, {}, headers=headers)
     assert guarded.logged("intruder")["status"] == 401
     assert guarded.logged("intruder")["key"] == ""
+    body = guarded.server.completion("x", max_tokens=400, ignore_eos=True, stream=True)
+    with guarded.server.open(COMPLETIONS, body, headers={"X-Request-Id": "leaver"}) as response:
+        response.read(100)
+    row = guarded.logged("leaver")
+    assert row["aborted"]
+    assert row["completion_tokens"] < 400
 
 
 def test_slow_requests_say_where_the_time_went(guarded: Guarded) -> None:

@@ -29,7 +29,7 @@ class AccessLog:
         self._handler = None if target is None else _handler(target)
 
     def ended(self, exchange: Exchange, method: str, path: str, client: str) -> None:
-        """A request's response has been sent, or its client has gone (status 0 if there was no response)."""
+        """A request's response has been sent, or its client has gone."""
         seconds = exchange.seconds()
         slow = self._slow_s is not None and seconds >= self._slow_s
         if self._handler is None and not slow:
@@ -57,6 +57,7 @@ def _record(exchange: Exchange, method: str, path: str, client: str, seconds: fl
         "method": method,
         "path": path,
         "status": exchange.status,
+        "aborted": exchange.aborted,
         "seconds": round(seconds, 6),
         "first_token_seconds": None if first is None else round(first, 6),
         "prompt_tokens": exchange.prompt_tokens,

@@ -24,6 +24,7 @@ class Exchange:
         self.began = time.monotonic()
         self.deadline: float | None = None  # on the same clock
         self.status = 0
+        self.aborted = False  # the client left before the end
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0

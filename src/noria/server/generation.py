@@ -65,7 +65,7 @@ class Generation:
 
     def abort(self) -> None:
         """End all requests of the call: `steps` then ends within a step."""
-        self._aborted = True
+        self._aborted = self._exchange.aborted = True
         self._client.abort(*self._positions)
 
     @property

@@ -11,7 +11,6 @@ from starlette.responses import FileResponse, Response
 
 from noria.server.batches.objects import (
     FILE_LIFE_S,
-    OPEN_STATUSES,
     Batch,
     BatchBody,
     BatchList,
@@ -152,10 +151,11 @@ class Batches:
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batches/{batch_id}/cancel."""
+        store = _found(await self._service.store(), "batch")
         batch = await self._batch(request)
-        if batch.status not in OPEN_STATUSES:
+        if batch.status not in ("validating", "in_progress"):
             raise RequestError(f"the batch is {batch.status}: there is nothing to cancel", param="batch_id", status=409)
-        await self._service.cancel(batch.id)
+        await self._service.cancel(store, batch.id)
         return _json(await self._batch(request))
 
     async def _batch(self, request: Request) -> Batch:

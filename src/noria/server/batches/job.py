@@ -132,6 +132,8 @@ class Job:
             self._work = None
 
     async def _all_lines(self) -> None:
+        if self._batch.model not in self._models:  # another model is served now: wait for a start with this one, or the end
+            await asyncio.Event().wait()
         after = 0
         async with asyncio.TaskGroup() as group:
             while lines := await self._store.run(self._store.next_lines, self._stored.seq, after, PAGE):

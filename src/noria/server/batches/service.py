@@ -59,8 +59,7 @@ class BatchService:
                 raise ConfigError(f"--data-dir: {error}") from None
             log.warning("files and batches are off: %s", error)
             return
-        for stored in await store.run(store.open_batches):
-            await self._resume(store, stored)
+        await self._resume_all(store)
 
     async def close(self) -> None:
         """Break off what runs; it goes on at the next start."""
@@ -96,9 +95,11 @@ class BatchService:
             return self._store
 
     async def _sweep(self, store: Store) -> None:
+        """Delete what has expired, and try again what a fault (a full disk) has stopped."""
         while True:
             await store.run(store.expire, int(time.time()))
             await asyncio.sleep(SWEEP_S)
+            await self._resume_all(store)
 
     # Jobs
 
@@ -119,10 +120,17 @@ class BatchService:
         self._jobs[stored.batch.id] = (job, task)
         task.add_done_callback(lambda done: self._ended(stored.batch.id, done))
 
-    async def cancel(self, ident: str) -> None:
-        """Ask a batch to end, if it is running."""
+    async def cancel(self, store: Store, ident: str) -> None:
+        """Ask a batch to end."""
+        if ident not in self._jobs:  # a fault had stopped it
+            await self._resume_all(store)
         if ident in self._jobs:
             await self._jobs[ident][0].cancel()
+
+    async def _resume_all(self, store: Store) -> None:
+        for stored in await store.run(store.open_batches):
+            if stored.batch.id not in self._jobs:
+                await self._resume(store, stored)
 
     async def _resume(self, store: Store, stored: StoredBatch) -> None:
         batch, served = stored.batch, self._context.served
@@ -132,11 +140,12 @@ class BatchService:
             batch.status, batch.failed_at = "failed", int(time.time())
             batch.errors = BatchErrors(data=[BatchError(code="key_revoked", message="the key that made this batch is gone")])
             await store.run(store.update, batch, ended_at=batch.failed_at)
-        elif batch.status == "in_progress" and batch.model not in served.names:
+            return
+        if batch.status == "in_progress" and batch.model not in served.names:
             log.warning("batch %s waits until %s is served again", batch.id, batch.model)
         else:
             log.info("batch %s goes on: %d of %d requests are done", batch.id, *_progress(stored))
-            self.run(store, stored, caller)
+        self.run(store, stored, caller)
 
     def _caller(self, stored: StoredBatch) -> Caller | None:
         """Who made a batch, if still allowed in. Without keys everybody is."""
@@ -149,7 +158,7 @@ class BatchService:
     def _ended(self, ident: str, task: asyncio.Task[None]) -> None:
         del self._jobs[ident]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("batch %s stopped; it goes on at the next start", ident, exc_info=error)
+            log.error("batch %s stopped; it is tried again in %g s", ident, SWEEP_S, exc_info=error)
 
     async def _send(self, path: str, body: bytes, exchange: Exchange) -> Answered:
         """In a task of its own, whose context is the exchange's; cancelled with us."""
