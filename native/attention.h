@@ -14,7 +14,8 @@
 // one or two pairs of which the query sees one key only, the other key's value is replaced by +0. So the bits of a query depend
 // on nothing but its own prefix - not on how many queries a tile holds, nor on which thread computes which split.
 //
-// A tile computes up to 24 vectors (queries x heads that share the KV head), so that what is loaded of K and V serves all:
+// A tile computes up to 24 vectors (queries x heads that share the KV head), so that what is loaded of K and V serves all. Its queries are
+// neighbours in one row, or of rows that share their first blocks (a common prefix): those are together in the splits that they share.
 //
 //            blocks of the split   b0   b1   b2   b3   b4
 //   query 0                        .xx  xxx  xxx  x..            . invisible
@@ -56,7 +57,7 @@ struct F32Cache {
 
 #if defined(__AVX512F__)
 constexpr int kMostVectors = 8;
-constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 1 : vectors >= 4 ? 2 : 4; }
+constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 2 : vectors >= 4 ? 3 : 4; }
 constexpr int chunks_beside(int vectors) { return vectors >= 8 ? 2 : 4; }
 #else
 constexpr int kMostVectors = 4;
@@ -200,24 +201,22 @@ class AttentionTile {
       : args_(args),
         plan_(plan),
         work_(work),
+        step_(step),
+        queries_(plan.queries + work.first_query),
         kv_head_(kv_head),
         group_(args.heads / args.kv.kv_heads),
         dim_(args.kv.dim),
-        position_(step.positions[work.first_token]),
-        table_(block_table(step, args.kv.group, work.row)),
         s_(attention_scratch<C>(args, memory)) {}
 
   void run() {
     pack_queries();
     for (int32_t split = work_.first_split; split < work_.last_split; ++split) {
       const Visitors visitors = visitors_of(split);
-      attend_split(split, visitors);
-      for (int q = visitors.first; q < visitors.last; ++q)
-        for (int v = q * group_; v < (q + 1) * group_; ++v)
-          if (work_.partials < 0)
-            merge(v, split == first_split_of(q), s_.split_acc + v * dim_, s_.split_max[v], s_.split_sum[v]);
-          else
-            save_partial(v, split);
+      if (split < work_.joint_splits)
+        visit(split, visitors);
+      else
+        for (int q = visitors.first; q < visitors.last; ++q)
+          if (sees(q, split)) visit(split, {q, q + 1});
     }
     if (work_.partials >= 0) {
       if (!last_to_arrive()) return;
@@ -232,7 +231,9 @@ class AttentionTile {
     int first, last;
   };
 
-  int32_t position_of(int q) const { return position_ + q; }
+  int64_t token_of(int q) const { return queries_[q].token; }
+  int32_t position_of(int q) const { return step_.positions[queries_[q].token]; }
+  const int32_t* table_of(int q) const { return block_table(step_, args_.kv.group, queries_[q].row); }
   KeyRange keys_of(int q, int32_t split) const { return visible_keys(position_of(q), args_.window, split); }
 
   int32_t first_split_of(int q) const {
@@ -240,20 +241,31 @@ class AttentionTile {
     return args_.window > 0 && position >= args_.window ? (position - args_.window + 1) / kSplitKeys : 0;
   }
 
+  bool sees(int q, int32_t split) const {
+    const KeyRange keys = keys_of(q, split);
+    return keys.first <= keys.last;
+  }
+
   Visitors visitors_of(int32_t split) const {
-    const auto sees = [&](int q) {
-      const KeyRange keys = keys_of(q, split);
-      return keys.first <= keys.last;
-    };
-    Visitors v{0, work_.tokens};
-    while (v.first < v.last && !sees(v.first)) ++v.first;
-    while (v.first < v.last && !sees(v.last - 1)) --v.last;
+    Visitors v{0, work_.queries};
+    while (v.first < v.last && !sees(v.first, split)) ++v.first;
+    while (v.first < v.last && !sees(v.last - 1, split)) --v.last;
     return v;
   }
 
+  void visit(int32_t split, Visitors visitors) {
+    attend_split(split, visitors);
+    for (int q = visitors.first; q < visitors.last; ++q)
+      for (int v = q * group_; v < (q + 1) * group_; ++v)
+        if (work_.partials < 0)
+          merge(v, split == first_split_of(q), s_.split_acc + v * dim_, s_.split_max[v], s_.split_sum[v]);
+        else
+          save_partial(v, split);
+  }
+
   void pack_queries() {
-    for (int q = 0; q < work_.tokens; ++q) {
-      const float* const heads = args_.qkv + (work_.first_token + q) * args_.qkv_stride + static_cast<int64_t>(kv_head_) * group_ * dim_;
+    for (int q = 0; q < work_.queries; ++q) {
+      const float* const heads = args_.qkv + token_of(q) * args_.qkv_stride + static_cast<int64_t>(kv_head_) * group_ * dim_;
       for (int64_t i = 0; i < group_ * dim_; i += 16) C::put(s_.q + q * group_ * dim_ + i, load(heads + i));
     }
   }
@@ -265,10 +277,11 @@ class AttentionTile {
     const int first_block = keys_of(visitors.first, split).first / kBlockSize - base;
     const int last_block = keys_of(visitors.last - 1, split).last / kBlockSize - base;
 
+    const int32_t* const table = table_of(visitors.first) + base;
     const typename C::Value* key_blocks[kSplitBlocks];
     for (int b = first_block; b <= last_block; ++b) {
-      key_blocks[b] = reinterpret_cast<const typename C::Value*>(key_block(args_.kv, table_[base + b], kv_head_));
-      const auto* values = reinterpret_cast<const typename C::Value*>(value_block(args_.kv, table_[base + b], kv_head_));
+      key_blocks[b] = reinterpret_cast<const typename C::Value*>(key_block(args_.kv, table[b], kv_head_));
+      const auto* values = reinterpret_cast<const typename C::Value*>(value_block(args_.kv, table[b], kv_head_));
       for (int r = 0; r < kBlockSize / C::kWidth; ++r) rows_[b * (kBlockSize / C::kWidth) + r] = values + r * dim_ * C::kWidth;
     }
     in_register_tiles(vectors, [&]<int M>(int v) {
@@ -294,21 +307,29 @@ class AttentionTile {
       return mask_bits(static_cast<uint16_t>(from & to));
     };
     vf16 highest = set1(-kInfinity);
-    for (int b = first_block; b <= last_block; ++b) {
-      vf16 score = load(scores + b * 16) * set1(args_.scale);
-      if (args_.softcap > 0.0f) score = soft_capped(score, args_.softcap);
-      score = select(visible(b), score, set1(-kInfinity));
+    const auto scaled = [&](int b) {
+      const vf16 score = load(scores + b * 16) * set1(args_.scale);
+      return args_.softcap > 0.0f ? soft_capped(score, args_.softcap) : score;
+    };
+    const auto keep = [&](int b, vf16 score) {
       store(scores + b * 16, score);
       highest = NORIA_TIER::max(score, highest);  // a NaN is passed over here and arrives by its exponential
-    }
+    };
+    keep(first_block, select(visible(first_block), scaled(first_block), set1(-kInfinity)));
+    for (int b = first_block + 1; b < last_block; ++b) keep(b, scaled(b));
+    if (last_block > first_block) keep(last_block, select(visible(last_block), scaled(last_block), set1(-kInfinity)));
     s_.split_max[v] = max_lanes(highest);
+
     const vf16 most = set1(s_.split_max[v]);
     vf16 sum = zero();
-    for (int b = first_block; b <= last_block; ++b) {
-      const vf16 value = select(visible(b), exp_not_positive(load(scores + b * 16) - most), zero());
+    const auto exponential = [&](int b) { return exp_not_positive(load(scores + b * 16) - most); };
+    const auto add = [&](int b, vf16 value) {
       C::put(e + b * 16, value);
       sum = sum + value;
-    }
+    };
+    add(first_block, select(visible(first_block), exponential(first_block), zero()));
+    for (int b = first_block + 1; b < last_block; ++b) add(b, exponential(b));
+    if (last_block > first_block) add(last_block, select(visible(last_block), exponential(last_block), zero()));
     s_.split_sum[v] = sum_lanes(sum);
   }
 
@@ -377,7 +398,7 @@ class AttentionTile {
   }
 
   float* partial(int v, int32_t split) const {
-    const int64_t index = (static_cast<int64_t>(kv_head_) * work_.splits + split - work_.base_split) * work_.tokens * group_ + v;
+    const int64_t index = (static_cast<int64_t>(kv_head_) * work_.splits + split - work_.base_split) * work_.queries * group_ + v;
     return plan_.partials + work_.partials + index * partial_width(args_.kv.dim);
   }
   void save_partial(int v, int32_t split) const {
@@ -407,8 +428,8 @@ class AttentionTile {
   void write_out() const {
     const int64_t width = static_cast<int64_t>(args_.heads) * dim_, columns = static_cast<int64_t>(group_) * dim_;
     const int64_t column = static_cast<int64_t>(kv_head_) * columns;
-    for (int q = 0; q < work_.tokens; ++q) {
-      const int64_t token = work_.first_token + q;
+    for (int q = 0; q < work_.queries; ++q) {
+      const int64_t token = token_of(q);
       float* const out = args_.out + token * width + column;
       for (int h = 0; h < group_; ++h) {
         const int v = q * group_ + h;
@@ -429,11 +450,11 @@ class AttentionTile {
   const AttentionArgs& args_;
   const AttentionPlan& plan_;
   const AttentionWork& work_;
+  const StepView& step_;
+  const AttentionQuery* const queries_;  // positions ascend: of one row, or in the order of their positions
   const int32_t kv_head_;
   const int group_;
   const int64_t dim_;
-  const int32_t position_;  // of the first query
-  const int32_t* const table_;
   const AttentionScratch<C> s_;
   const typename C::Value* rows_[kSplitKeys / C::kWidth];  // value rows of the split at hand
 };

@@ -15,6 +15,7 @@ using namespace nb::literals;
 namespace noria {
 
 void bind_linear(nb::module_& m);  // linear_bindings.cpp
+void bind_limits(nb::module_& m);  // limits.cpp
 
 namespace {
 
@@ -229,6 +230,7 @@ NB_MODULE(_native, m) {
   noria::bind_pool(m);
   noria::bind_tape(m);
   noria::bind_linear(m);
+  noria::bind_limits(m);
   m.def("available_tiers", &noria::available_tiers, "Instruction-set tiers of this build that this CPU can run, the best last.");
   m.def(
       "best_tier", [](const std::string& tier) { return std::string(noria::kernels_of(tier).name); }, "tier"_a,

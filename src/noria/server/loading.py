@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,12 +86,20 @@ def load_text(path: Path, cache_dir: Path, chat_template: str | None = None) -> 
     return ModelText(tokenizer, load_chat_template(source, tokenizer, override))
 
 
-async def start(client: EngineClient, cache_dir: Path, chat_template: str | None = None) -> tuple[EngineFacts, ModelText]:
+async def start(
+    client: EngineClient,
+    cache_dir: Path,
+    chat_template: str | None = None,
+    *,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[EngineFacts, ModelText]:
     """Load the text half here while the engine process loads the rest. Raises LoadError or ConfigError."""
 
     async def text() -> ModelText:
         path = Path(await client.located)
-        return await asyncio.get_running_loop().run_in_executor(None, load_text, path, cache_dir, chat_template)
+        loaded = await asyncio.get_running_loop().run_in_executor(None, load_text, path, cache_dir, chat_template)
+        progress("tokenizer loaded")
+        return loaded
 
     loading = asyncio.create_task(text())
     try:

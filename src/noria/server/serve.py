@@ -104,6 +104,7 @@ class Server:
         context = ServerContext(self._engine_config, self._config)
         http = HttpServer(make_app(context), self._listener)
         accepting = asyncio.create_task(http.serve())
+        self._stage("accepting connections")
         try:
             starting = asyncio.create_task(self._start(context, client))
             stopping = asyncio.create_task(self._stop.wait())
@@ -138,7 +139,7 @@ class Server:
 
         disable_created_metrics()  # type: ignore[no-untyped-call]
         cache = cache_directory(self._engine_config.cache_dir)
-        facts, text = await start(client, cache, self._config.chat_template)
+        facts, text = await start(client, cache, self._config.chat_template, progress=self._stage)
         names = self._config.served_model_name or (facts.model,)
         context.served = Served(
             client=client,
