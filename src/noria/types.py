@@ -113,9 +113,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()  # ids that end a choice: the model's end ids and the client's, less `ignore_eos`
     cache_salt: str = ""
-    tenant: str = ""  # who shares what is fair: the policy `fair` divides among tenants
-    background: bool = False  # served only where no other request wants the room
     priority: int = 0  # lower is served first, as vLLM
+    tenant: str = ""  # whose share it is taken from under the fair policy
+    background: bool = False  # served when no other request waits, the first to be preempted, and may wait for ever
     arrival: float = 0.0  # time.monotonic() of the shell that received it
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
 

@@ -275,7 +275,8 @@ def test_slow_requests_say_where_the_time_went(guarded: Guarded) -> None:
     row = next(row for row in told() if row["request_id"] == "slow-one")
     assert sum(row["parts"].values()) == pytest.approx(row["seconds"], rel=0.01)
     assert row["seconds"] == pytest.approx(elapsed, abs=0.1)
-    assert set(row["parts"]) == {"receive", *out["timing"]}
+    phases = {name for name, value in out["timing"].items() if isinstance(value, float)}
+    assert set(row["parts"]) == {"receive", *phases}
     assert row["parts"]["decode"] == pytest.approx(out["timing"]["decode"], abs=1e-5)
     assert not [row for row in told() if row["request_id"] == "fast-one"]
 

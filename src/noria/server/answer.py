@@ -196,10 +196,7 @@ def engine_request(
     max_model_len: int,
     arrival: float,
     cache_salt: str = "",
-    tenant: str = "",
-    background: bool = False,
     priority: int = 0,
-    deadline: float | None = None,
 ) -> EngineRequest:
     """A request for the engine from checked parameters. Raises RequestError if it does not fit in the context.
 
@@ -215,9 +212,6 @@ def engine_request(
         params=params,
         stop_ids=tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids))),
         cache_salt=cache_salt,
-        tenant=tenant,
-        background=background,
         priority=priority,
         arrival=arrival,
-        deadline=deadline,
     )

@@ -13,7 +13,6 @@ import msgspec
 
 from noria.server.answer import Answer, engine_request
 from noria.server.context import Served, ServerContext
-from noria.server.exchange import current_exchange
 from noria.server.requests import (
     COMPLETION_MAX_TOKENS,
     Body,
@@ -135,7 +134,6 @@ def _engine_request(
     params: SamplingParams,
     arrival: float,
 ) -> EngineRequest:
-    exchange = current_exchange()
     return engine_request(
         context.next_request_id(),
         ids,
@@ -143,11 +141,8 @@ def _engine_request(
         eos_ids=served.eos_ids,
         max_model_len=served.facts.max_model_len,
         arrival=arrival,
-        cache_salt=exchange.salt(body.cache_salt),
-        tenant=exchange.caller.tenant,
-        background=exchange.background,
+        cache_salt=body.cache_salt,
         priority=body.priority,
-        deadline=exchange.deadline,
     )
 
 

@@ -1,8 +1,8 @@
 """One request of a client as the server sees it: who asks, on what terms, and what it has cost so far.
 
 The gate opens an exchange for each HTTP request, the batch runner one for each line of a batch. It travels in a context
-variable, not in arguments: an API dialect that is added later cannot forget to pass the caller on, and so get around the
-tenants' separation, the token limits or the log. Prompts get their tenant from it (`calls`); `Generation` reports to it.
+variable, not in arguments, and every request is stamped with it where it leaves for the engine: an API dialect that is added
+later cannot forget to pass the caller on, and so get around the tenants' separation, the limits or the log.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 
+import msgspec
+
 from noria.observe.timeline import timeline
 from noria.server.keys import Caller, anonymous
+from noria.types import EngineRequest
 
 
 class Exchange:
@@ -41,7 +44,7 @@ class Exchange:
         return f"{tenant}\0{salt}" if tenant or salt else ""
 
     def sent(self, arrival: float, prompt_tokens: int) -> None:
-        """Prompts go to the engine."""
+        """A prompt goes to the engine."""
         self._arrival = arrival if self._arrival is None else self._arrival
         self.prompt_tokens += prompt_tokens
         self.caller.limits.spend(prompt_tokens, time.monotonic())
@@ -88,3 +91,17 @@ def enter(exchange: Exchange) -> None:
 def current_exchange() -> Exchange:
     """The exchange that this code works for; a new anonymous one where there is no server around it (`noria run`)."""
     return _current.get() or Exchange(anonymous(), "")
+
+
+def stamped(request: EngineRequest) -> EngineRequest:
+    """A request on its way to the engine, on the terms of the current exchange, which pays for its prompt."""
+    exchange = current_exchange()
+    exchange.sent(request.arrival, len(request.prompt))
+    deadlines = [at for at in (request.deadline, exchange.deadline) if at is not None]
+    return msgspec.structs.replace(
+        request,
+        cache_salt=exchange.salt(request.cache_salt),
+        tenant=exchange.caller.tenant,
+        background=exchange.background,
+        deadline=min(deadlines, default=None),
+    )

@@ -41,7 +41,6 @@ class Generation:
         """
         try:
             stream = self._client.generate(*(answer.request for answer in self.answers))
-            self._exchange.sent(self._arrival, self.prompt_tokens)
             async for outputs in stream:
                 now = time.monotonic()
                 deltas: Deltas = []
