@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from email.message import Message
@@ -333,6 +334,18 @@ def test_metrics_under_vllms_names(guarded: Guarded, server: RunningServer) -> N
 
 
 # Bodies
+
+
+def test_a_client_that_leaves_within_its_body_is_no_fault(guarded: Guarded) -> None:
+    """Red if it leaves a trace in the log, a file on disk, or a request that counts as open."""
+    for path, kind in ((COMPLETIONS, "application/json"), ("/v1/files", "multipart/form-data; boundary=b")):
+        part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n' + b"x" * 200_000
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nX-Request-Id: gone{path}\r\n"
+        with socket.create_connection((guarded.server.host, guarded.server.port), 10) as connection:
+            connection.sendall(f"{head}Authorization: Bearer {ALICE}\r\nContent-Length: 999999\r\n\r\n".encode() + part)
+        assert guarded.logged(f"gone{path}")["status"] == 400
+    assert "Traceback" not in guarded.server.errors()
+    assert not list((guarded.folder.parent / "data" / "files").glob("*.part"))
 
 
 def test_large_bodies_are_parsed_beside_other_requests(server: RunningServer) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from noria.server.answer import Delta, merge
@@ -190,6 +190,8 @@ async def body_parts(request: Request) -> AsyncGenerator[bytes]:
                 part = await anext(stream)
         except StopAsyncIteration:
             return
+        except ClientDisconnect:
+            raise RequestError("the connection was closed within the request body") from None
         except TimeoutError:
             message = f"nothing of the request body came for {BODY_IDLE_S:g} s"
             raise RequestError(message, status=408, code="body_timeout") from None

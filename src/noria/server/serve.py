@@ -157,6 +157,11 @@ class Server:
             self._stage(line)
         self._announce(names[0], chat=text.template is not None)
 
+    @property
+    def _guarded(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._config.api_key or self._config.api_key_file)
+
     def _stage(self, text: str) -> None:
         print(f"noria: [{time.monotonic() - self._began:6.2f} s] {text}", file=sys.stderr, flush=True)
 
@@ -165,7 +170,7 @@ class Server:
         host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
         self._stage(f"{model} is served at {url}")
-        print(example_request(url, model, chat=chat, key=bool(self._config.api_key)), flush=True)
+        print(example_request(url, model, chat=chat, key=self._guarded), flush=True)
 
     def _on_signal(self) -> None:
         self._signals += 1
