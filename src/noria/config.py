@@ -24,9 +24,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most sequences that run at once")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16, le=65536, description="token budget of a step")] = 512
     long_prefill_token_threshold: Annotated[
-        int, Meta(ge=0, description="most tokens of one prompt in a step; 0: the whole budget")
+        int, Meta(ge=0, description="cap on the tokens of one prompt in a step; 0: the whole budget")
     ] = 0
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of admission")] = "fcfs"
+    itl_target_ms: Annotated[
+        int,
+        Meta(
+            ge=0, le=60_000, description="most milliseconds of a step beside decodes; prefill gets what is left; 0: no target"
+        ),
+    ] = 100
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "fair"], Meta(description="order of admission; fair: between the tenants of API keys")
+    ] = "fcfs"
     max_num_queued_reqs: Annotated[int, Meta(ge=1, description="requests that may wait; more are answered 429")] = 1024
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request, from its arrival")] | None = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True

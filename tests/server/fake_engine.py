@@ -157,6 +157,7 @@ class FakeEngine:
             finish_reason=reason,
             stop_token=token if reason is FinishReason.STOP else None,
             cached_tokens=0,
+            cache_miss="never seen",
             phases=self._phases(choice, now) if reason else (),
         )
         if reason is not None:

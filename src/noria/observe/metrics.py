@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from noria.types import EngineStats, FinishReason, Phase
@@ -154,3 +155,13 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"noria_{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, getattr(stats, field))
             yield counter
+        yield self._iterations(stats)
+
+    def _iterations(self, stats: EngineStats) -> HistogramMetricFamily:
+        """Tokens a step, in the engine's buckets."""
+        histogram = HistogramMetricFamily("noria_iteration_tokens_total", "tokens computed by a step", labels=["model_name"])
+        bounds = [str(2.0**i) for i in range(len(stats.iterations))]
+        counts = list(accumulate(stats.iterations))
+        buckets = [*zip(bounds, counts, strict=True), ("+Inf", counts[-1] if counts else 0)]
+        histogram.add_metric(self._labels, buckets, sum_value=stats.step_tokens)
+        return histogram

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from noria.observe.metrics import Metrics
 from noria.observe.timeline import timeline
@@ -82,9 +83,12 @@ class Generation:
         """Prompt tokens that were in the prefix cache, as far as it is known: a request says so at its end."""
         return sum(answer.cached_tokens for answer in self.answers)
 
-    def timing(self) -> dict[str, float]:
-        """Where the time of the call went until now, by the request that ended last; seconds by phase."""
-        return timeline(self._last.phases, time.monotonic() - self._arrival)
+    def timing(self) -> dict[str, Any]:
+        """Where the time of the call went until now, by the request that ended last: seconds by phase, and its cache use."""
+        last = self._last
+        parts: dict[str, Any] = dict(timeline(last.phases, time.monotonic() - self._arrival))
+        parts["cache"] = {"cached_tokens": last.cached_tokens, "miss": last.cache_miss or None}
+        return parts
 
     def _take(self, position: int, output: SequenceOutput, now: float) -> Delta | None:
         """One output: its delta, the choice's abort once its text has ended, and the counts."""
