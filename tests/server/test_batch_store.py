@@ -15,8 +15,9 @@ import pytest
 from noria.server.batches.job import MAX_ATTEMPTS, MAX_TIMEOUTS, Job
 from noria.server.batches.lines import MAX_ERRORS, MAX_LINES, check_lines
 from noria.server.batches.objects import FILE_LIFE_S, Batch, FileObject, batch_id, file_id, window_seconds
+from noria.server.batches.rows import Line, Spent, StoredBatch
 from noria.server.batches.slots import Slots
-from noria.server.batches.store import Line, Spent, Store, StoredBatch, Unavailable
+from noria.server.batches.store import Store, Unavailable
 from noria.server.exchange import Exchange
 from noria.server.inprocess import Answered
 from noria.server.keys import anonymous

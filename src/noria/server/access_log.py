@@ -38,7 +38,8 @@ class AccessLog:
         if self._handler is not None:
             self._handler.emit(_line("noria.access", record))
         if slow:
-            slow_log.warning("slow request: %s", orjson.dumps(record | {"parts": _rounded(exchange.parts())}).decode())
+            record |= {"cache_miss": exchange.cache_miss or None, "parts": _rounded(exchange.parts())}
+            slow_log.warning("slow request: %s", orjson.dumps(record).decode())
 
     def close(self) -> None:
         """Close the file."""

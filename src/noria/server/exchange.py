@@ -31,6 +31,7 @@ class Exchange:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.cache_miss = ""  # why the block behind those was not in the cache
         self._arrival: float | None = None  # of the engine's first request: its phases begin here
         self._first_token: float | None = None
         self._phases: tuple[float, ...] = ()
@@ -56,10 +57,11 @@ class Exchange:
         self.completion_tokens += tokens
         self.caller.limits.spend(tokens, now)
 
-    def finished(self, phases: tuple[float, ...], cached_tokens: int) -> None:
+    def finished(self, phases: tuple[float, ...], cached_tokens: int, cache_miss: str) -> None:
         """The engine finished a request; `phases` in seconds."""
         self._phases = phases
         self.cached_tokens += cached_tokens
+        self.cache_miss = cache_miss
 
     def seconds(self) -> float:
         """From the first byte of the request until now."""

@@ -113,7 +113,7 @@ class Generation:
         self._open.remove(position)
         self._last = self.answers[position]
         self._metrics.finished(reason, now - self._arrival, self._last.phases)
-        self._exchange.finished(self._last.phases, self._last.cached_tokens)
+        self._exchange.finished(self._last.phases, self._last.cached_tokens, self._last.cache_miss)
 
     def _give_up(self, reason: FinishReason) -> None:
         """Count and abort what is still open, if the reader leaves early or the engine is gone."""

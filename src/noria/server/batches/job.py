@@ -23,8 +23,9 @@ import msgspec
 
 from noria.server.batches.lines import Checked, check_lines
 from noria.server.batches.objects import BatchError, BatchErrors, FileObject, file_id, result_line
+from noria.server.batches.rows import Line, Spent, StoredBatch
 from noria.server.batches.slots import Slots
-from noria.server.batches.store import MAX_STORED_BYTES, Line, Spent, Store, StoredBatch
+from noria.server.batches.store import MAX_STORED_BYTES, Store
 from noria.server.exchange import Exchange
 from noria.server.inprocess import Answered
 from noria.server.keys import Caller

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from noria.server.batches.objects import BatchError
-from noria.server.batches.store import Line
+from noria.server.batches.rows import Line
 from noria.server.requests import parse_json
 from noria.types import RequestError
 

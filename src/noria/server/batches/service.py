@@ -15,8 +15,9 @@ from starlette.types import ASGIApp
 
 from noria.server.batches.job import Job
 from noria.server.batches.objects import BatchError, BatchErrors
+from noria.server.batches.rows import StoredBatch
 from noria.server.batches.slots import Slots
-from noria.server.batches.store import Store, StoredBatch, Unavailable
+from noria.server.batches.store import Store, Unavailable
 from noria.server.context import ServerContext
 from noria.server.exchange import Exchange
 from noria.server.inprocess import Answered, call

@@ -19,13 +19,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from noria.server.batches.objects import FILE_LIFE_S, OPEN_STATUSES, Batch, BatchUsage, FileObject, InputDetails, RequestCounts
+from noria.server.batches.objects import FILE_LIFE_S, OPEN_STATUSES, Batch, FileObject
+from noria.server.batches.rows import BATCH_COLUMNS, Line, Spent, StoredBatch, stored_batch
 from noria.types import RequestError
 
 P = ParamSpec("P")
@@ -53,37 +53,6 @@ CREATE INDEX lines_left ON lines (batch, number) WHERE result IS NULL;
 
 class Unavailable(Exception):
     """The folder cannot be used. `str(error)` says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A request of a batch: where it stands in the input file. `attempts` counts those that a crash ended."""
-
-    number: int  # of the line in the file, from 1
-    custom_id: str
-    start: int
-    length: int
-    attempts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Tokens of one line."""
-
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBatch:
-    """A batch with what only the server knows of it."""
-
-    seq: int
-    tenant: str
-    owner: str  # the name of the key
-    life: int  # seconds that its results are kept
-    batch: Batch
 
 
 class Store:
@@ -267,18 +236,18 @@ class Store:
         row = self._db.execute(query, (ident, tenant)).fetchone()
         if row is None:
             raise RequestError("there is no such batch", param="batch_id", code="batch_not_found", status=404)
-        return _stored(row)
+        return stored_batch(row)
 
     def batches(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """(a page, whether there is more), newest first."""
         rows = self._page("batches", tenant, after, limit, "", [], ascending=False)
-        return [_stored(row).batch for row in rows[:limit]], len(rows) > limit
+        return [stored_batch(row).batch for row in rows[:limit]], len(rows) > limit
 
     def open_batches(self) -> list[StoredBatch]:
         """Batches that are not at their end, oldest first."""
         marks = ", ".join("?" for _ in OPEN_STATUSES)
         query = f"SELECT {BATCH_COLUMNS} FROM batches WHERE status IN ({marks}) ORDER BY seq"
-        return [_stored(row) for row in self._db.execute(query, OPEN_STATUSES).fetchall()]
+        return [stored_batch(row) for row in self._db.execute(query, OPEN_STATUSES).fetchall()]
 
     def update(self, batch: Batch, *, ended_at: int | None = None) -> None:
         """Write the record and its status; counts and usage have columns of their own."""
@@ -361,21 +330,3 @@ class Store:
             return os.pread(descriptor, length, start)
         finally:
             os.close(descriptor)
-
-
-BATCH_COLUMNS = "seq, tenant, owner, life, record, status, total, completed, failed, input_tokens, cached_tokens, output_tokens"
-
-
-def _stored(row: tuple[Any, ...]) -> StoredBatch:
-    """A row of BATCH_COLUMNS."""
-    seq, tenant, owner, life, record, status, total, completed, failed, prompt, cached, output = row
-    batch = msgspec.json.decode(record, type=Batch)
-    batch.status = status
-    batch.request_counts = RequestCounts(total=total, completed=completed, failed=failed)
-    batch.usage = BatchUsage(
-        input_tokens=prompt,
-        input_tokens_details=InputDetails(cached_tokens=cached),
-        output_tokens=output,
-        total_tokens=prompt + output,
-    )
-    return StoredBatch(seq, tenant, owner, life, batch)
