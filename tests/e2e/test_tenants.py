@@ -20,7 +20,16 @@ def tenants(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     entries = [{"key": "sk-a", "name": "a"}, {"key": "sk-b", "name": "b"}, {"key": "sk-c", "name": "c", "tenant": "a"}]
     keys.write_text(json.dumps({"keys": entries}))
     keys.chmod(0o600)
-    flags = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "64M", "--data-dir", str(folder / "data")]
+    flags = [
+        "--slow-request-s",
+        "0.000001",
+        "--max-model-len",
+        "1024",
+        "--kv-cache-memory-bytes",
+        "64M",
+        "--data-dir",
+        str(folder / "data"),
+    ]
     with RunningServer.real(str(tiny_folder), "--api-key-file", str(keys), *flags, log=folder / "log") as running:
         running.key = "sk-a"
         yield running
@@ -42,6 +51,17 @@ def test_tenants_share_no_prefixes(tenants: RunningServer) -> None:
     for salt in ("a", "a\0", "\0a"):
         assert cached("sk-b", cache_salt=salt) == 0
     assert cached("sk-b") > 0
+
+
+def test_the_reason_of_a_miss_tells_nothing_about_others(tenants: RunningServer) -> None:
+    """Red if a client can ask, with `timing`, whether another tenant has sent a text; the operator's log may know."""
+    body = tenants.completion("Quarterly figures, not public yet. " * 4, max_tokens=1, timing=True)
+    for _ in range(2):
+        tenants.ok("/v1/completions", body)
+    for fields in ({}, {"cache_salt": "x"}):
+        out = tenants.ok("/v1/completions", {**body, **fields}, headers={"Authorization": "Bearer sk-b"})
+        assert out["timing"]["cache"] == {"cached_tokens": 0, "miss": "never seen"}
+    assert '"cache_miss":"other salt"' in tenants.errors()
 
 
 def test_a_batch_answers_as_http_does_and_shares_its_tenants_prefixes(tenants: RunningServer) -> None:

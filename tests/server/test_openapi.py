@@ -110,7 +110,7 @@ def test_fuzz(fuzzed: RunningServer, tmp_path: Path) -> None:
         "--phases",
         "coverage,fuzzing",
         "--max-time",
-        "12",
+        "8",
         "--request-timeout",
         "10",
     ]

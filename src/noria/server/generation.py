@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from noria.kv.misses import NEVER_SEEN, OTHER_ROOT
 from noria.observe.metrics import Metrics
 from noria.observe.timeline import timeline
 from noria.server.answer import Answer, Delta
@@ -87,7 +88,9 @@ class Generation:
         """Where the time of the call went until now, by the request that ended last: seconds by phase, and its cache use."""
         last = self._last
         parts: dict[str, Any] = dict(timeline(last.phases, time.monotonic() - self._arrival))
-        parts["cache"] = {"cached_tokens": last.cached_tokens, "miss": last.cache_miss or None}
+        # Clients do not learn what is known under another tenant's salt: that would undo what salts are for.
+        miss = NEVER_SEEN if last.cache_miss == OTHER_ROOT else last.cache_miss
+        parts["cache"] = {"cached_tokens": last.cached_tokens, "miss": miss or None}
         return parts
 
     def _take(self, position: int, output: SequenceOutput, now: float) -> Delta | None:
