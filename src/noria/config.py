@@ -64,11 +64,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
     served_model_name: Annotated[tuple[str, ...], Meta(description="names clients may use; the first is reported")] = ()
-    api_key: Annotated[tuple[str, ...], Meta(description="accepted keys; none: no authentication")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="accepted keys; none: no authentication. Visible in ps: prefer --api-key-file")
+    ] = ()
+    api_key_file: Annotated[
+        str | None, Meta(description="file of accepted keys: KEY [NAME] a line, or .toml/.json with tenants and limits")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="origins whose pages may call us (CORS), as https://app.example; default: none")
+    ] = ()
     chat_template: Annotated[str | None, Meta(description="a Jinja template file instead of the model's own")] = None
     generation_config: Annotated[
         Literal["auto", "model"], Meta(description="model: also take the sampling defaults of generation_config.json")
     ] = "auto"
     shutdown_timeout_s: Annotated[float, Meta(ge=0, description="how long SIGTERM waits for running requests")] = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; more is 413")] = 16 << 20
+    data_dir: Annotated[
+        str | None, Meta(description="uploaded files and batches; default: the folder data in the cache directory")
+    ] = None
+    vllm_metrics: Annotated[bool, Meta(description="also export the metrics under vLLM's names (vllm:...)")] = False
+    access_log: Annotated[str | None, Meta(description="file for one JSON line a request, without its text; -: stderr")] = None
+    slow_request_s: (
+        Annotated[float, Meta(gt=0, description="log requests that took longer, with where their time went")] | None
+    ) = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"
