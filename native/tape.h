@@ -44,6 +44,7 @@ class Tape final : public Program {
   // -- recording, in order -----------------------------------------------------------------------------------------------------
   void begin_rows(Domain domain);      // stages follow
   void add_stage(const Stage& stage);  // to the rows op begun last
+  void add_hidden(const float* x, int64_t width);  // a stage: reports the gathered rows behind the logit rows
   void begin_linear(Domain domain, int64_t inputs, const LinearInput& input, const float* bias, float* y, int64_t outputs);
   void add_segment(const LinearSegment& segment);  // to the linear op begun last
   void add_attention(const AttentionArgs& args);
@@ -96,6 +97,7 @@ class Tape final : public Program {
   void plan_attention(Plan& plan, const StepView& step);
   void share_splits(Plan& plan);
   void set_sizes();
+  int64_t rows_of(Domain domain) const;
   int64_t count_linear(LinearArgs& args, int64_t rows) const;
   void run_linear(const Op& op, uint32_t pass, uint32_t tile) const;
   void run_draws(uint32_t pass, uint32_t tile, void* scratch) const;
@@ -108,6 +110,7 @@ class Tape final : public Program {
   std::vector<Plan> plans_;
   int64_t chunk_rows_ = 1;
   const float* logits_ = nullptr;
+  int64_t hidden_width_ = 0;  // 0: the forward pass reports no hidden states
   bool recording_loop_ = false;
 
   StepView step_ = {};  // of the step that runs
