@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from noria.observe import metrics
 from noria.observe.version import version
 from noria.server.context import ServerContext
+from noria.server.embeddings import Embeddings
 from noria.server.errors import JSON, error_response
 from noria.server.gate import Gate
 from noria.server.openai import OpenAI
@@ -21,6 +22,7 @@ from noria.types import RequestError
 def make_app(context: ServerContext) -> ASGIApp:
     """The whole server as one ASGI application."""
     openai = OpenAI(context)
+    embeddings = Embeddings(context)
     probes = Probes(context)
     routes = [
         Route("/health", probes.health, methods=["GET"]),
@@ -31,6 +33,9 @@ def make_app(context: ServerContext) -> ASGIApp:
         Route("/v1/models/{model:path}", openai.model, methods=["GET"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+        Route("/v1/score", embeddings.score, methods=["POST"]),
+        Route("/v1/rerank", embeddings.rerank, methods=["POST"]),
         Route("/tokenize", openai.tokenize, methods=["POST"]),
         Route("/detokenize", openai.detokenize, methods=["POST"]),
     ]
