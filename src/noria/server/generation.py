@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
-from noria.observe.metrics import Metrics
 from noria.observe.timeline import timeline
 from noria.server.answer import Answer, Delta
 from noria.server.client import EngineClient, EngineDead
@@ -17,10 +17,23 @@ from noria.types import FinishReason, RequestError, SequenceOutput
 Deltas = list[tuple[int, Delta]]  # (position of the prompt in the call, delta), in the order they were made
 
 
+class Accounts(Protocol):
+    """Whom a generation tells what it did: `noria.observe.metrics.Metrics`, or a caller that counts by itself."""
+
+    def prefilled(self, prompt_tokens: int, seconds: float) -> None:
+        """A request's first token came."""
+
+    def generated(self, tokens: int, seconds: float | None) -> None:
+        """More tokens of a choice came."""
+
+    def finished(self, reason: FinishReason, seconds: float, phases: Sequence[float]) -> None:
+        """A request ended."""
+
+
 class Generation:
     """Runs `answers` to their ends. Iterate over `steps()`; call `abort()` when nobody waits any more."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, answers: Sequence[Answer]) -> None:
+    def __init__(self, client: EngineClient, metrics: Accounts, answers: Sequence[Answer]) -> None:
         self.answers = answers
         self._client = client
         self._metrics = metrics
@@ -79,6 +92,11 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens that were in the prefix cache, as far as it is known: a request says so at its end."""
         return sum(answer.cached_tokens for answer in self.answers)
+
+    @property
+    def phases(self) -> tuple[float, ...]:
+        """Seconds by `Phase` of the request that ended last."""
+        return self._last.phases
 
     def timing(self) -> dict[str, float]:
         """Where the time of the call went until now, by the request that ended last; seconds by phase."""

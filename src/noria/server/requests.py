@@ -84,6 +84,8 @@ class Body(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
     request_id: Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)] | None = None
     timing: bool = False
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings; one may come bare."""
@@ -156,7 +158,7 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "images": _never,
     "prediction": _never,
     "web_search_options": _never,
-    "use_beam_search": _only(False),
+    "early_stopping": _only(False),
     "allowed_token_ids": _never,
     "bad_words": _only([]),
     "logits_processors": _only([]),
