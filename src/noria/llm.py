@@ -324,17 +324,19 @@ def _completion(tokenizer: Tokenizer, index: int, deltas: Sequence[Delta], param
         index=index,
         text=whole.text,
         token_ids=whole.tokens,
-        logprobs=[_logprobs(tokenizer, entry) for entry in whole.logprobs] if asked else None,
+        logprobs=[_logprobs(tokenizer, entry, ranked=not params.logprob_token_ids) for entry in whole.logprobs]
+        if asked
+        else None,
         cumulative_logprob=sum(entry.logprob for entry in whole.logprobs) if asked else None,
         finish_reason=None if whole.finish_reason is None else whole.finish_reason.value,
         stop_reason=whole.stop_reason,
     )
 
 
-def _logprobs(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """{id: Logprob} of a position: the most likely tokens in their order, and the token itself."""
+def _logprobs(tokenizer: Tokenizer, entry: TokenLogprobs, *, ranked: bool = True) -> dict[int, Logprob]:
+    """{id: Logprob} of a position: the most likely tokens in their order (or named ones, not ranked), and the token itself."""
     found = {
-        token: Logprob(logprob, rank, tokenizer.token_text(token))
+        token: Logprob(logprob, rank if ranked else None, tokenizer.token_text(token))
         for rank, (token, logprob) in enumerate(zip(entry.top_tokens, entry.top_logprobs, strict=True), 1)
     }
     found.setdefault(entry.token, Logprob(entry.logprob, None, tokenizer.token_text(entry.token)))

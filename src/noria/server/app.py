@@ -16,6 +16,7 @@ from noria.server.embeddings import Embeddings
 from noria.server.errors import JSON, error_response
 from noria.server.gate import Gate
 from noria.server.openai import OpenAI
+from noria.server.systemone import SystemOne
 from noria.types import RequestError
 
 
@@ -23,6 +24,7 @@ def make_app(context: ServerContext) -> ASGIApp:
     """The whole server as one ASGI application."""
     openai = OpenAI(context)
     embeddings = Embeddings(context)
+    systemone = SystemOne(context)
     probes = Probes(context)
     routes = [
         Route("/health", probes.health, methods=["GET"]),
@@ -36,6 +38,7 @@ def make_app(context: ServerContext) -> ASGIApp:
         Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
         Route("/v1/score", embeddings.score, methods=["POST"]),
         Route("/v1/rerank", embeddings.rerank, methods=["POST"]),
+        Route("/v1/systemone", systemone.decide, methods=["POST"]),
         Route("/tokenize", openai.tokenize, methods=["POST"]),
         Route("/detokenize", openai.detokenize, methods=["POST"]),
     ]
