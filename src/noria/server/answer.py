@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from noria.server.validate import SEED_BITS, check_room
+from noria.text.events import Content, Event
 from noria.text.output import ChoiceText, Echo, prompt_echo
 from noria.text.tokenizer import Tokenizer
 from noria.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
@@ -36,6 +37,8 @@ class Delta:
     offsets: tuple[int, ...]  # of the tokens, in characters of the choice's text, if asked for
     finish_reason: FinishReason | None = None  # STOP or LENGTH, with the last delta of the choice
     stop_reason: str | int | None = None  # the stop string or the client's stop token id that ended it
+    events: tuple[Event, ...] = ()  # of a chat: what the text is. Calls and reasoning are in here only as far as they are sure
+    calls: int = 0  # complete tool calls of the choice so far
 
 
 class _Choice:
@@ -153,6 +156,7 @@ class Answer:
             offsets=shown.offsets,
             finish_reason=reason,
             stop_reason=stop_reason,
+            events=(Content(shown.text),) if shown.text else (),
         )
 
     def _end(self, choice: _Choice) -> None:
@@ -184,6 +188,8 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         offsets=tuple(offset for delta in deltas for offset in delta.offsets),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        events=tuple(event for delta in deltas for event in delta.events),
+        calls=last.calls,
     )
 
 

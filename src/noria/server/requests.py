@@ -41,7 +41,6 @@ ACCEPTED = frozenset(
         "store",
         "verbosity",
         "cache_control",
-        "parallel_tool_calls",  # only says how tools would be called
     }
 )
 
@@ -113,6 +112,10 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
+    # Checked by `noria.server.tools`.
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -145,8 +148,6 @@ def _never(value: object) -> bool:
 
 # What Noria does not do (yet), and the values of each field that ask for nothing.
 REFUSED: Mapping[str, Callable[[object], bool]] = {
-    "tools": _only([]),
-    "tool_choice": _only("none"),
     "functions": _only([]),
     "function_call": _only("none"),
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
@@ -254,8 +255,6 @@ def _deeper(value: Any, levels: int) -> bool:
 
 def _refuse(name: str, value: object, body: Mapping[str, object]) -> None:
     allowed = REFUSED.get(name)
-    if name == "tools" and body.get("tool_choice") == "none":
-        return
     if name == "best_of":
         _check_best_of(value, body.get("n", 1))
         return
