@@ -34,7 +34,8 @@ _Piece = tuple[type[Content] | type[Reasoning] | type[CallStart] | type[CallArgu
 class ParsePlan:
     """What is looked for in the answers of one request. Made once, shared by its choices.
 
-    `tools` are the parameters of the request's functions by name. `opened`: the prompt ends inside reasoning. `streams`: a
+    `tools` are the parameters of the request's functions by name; with `known_only`, other names are no calls. `most_calls`: the
+    answer ends with this many. `opened`: the prompt ends inside reasoning. `streams`: a
     grammar makes sure that calls are well-formed, so their arguments may be shown while they are written; without it a call is
     shown when it is complete, for until then it may turn out to be content.
     """
@@ -42,19 +43,23 @@ class ParsePlan:
     reasoning: ReasoningFormat | None = None
     calls: CallFormat | None = None
     tools: Mapping[str, Schema] = field(default_factory=dict)
+    known_only: bool = False
+    most_calls: int | None = None
     opened: bool = False
     streams: bool = False
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The texts that must be in the parser's input, also where they are control tokens."""
+    @cached_property
+    def texts(self) -> str:
+        """All texts that the parser has to see, also where they are control tokens of the vocabulary."""
         found: list[str] = []
         if self.reasoning is not None:
             found += (self.reasoning.start, self.reasoning.end)
         if self.calls is not None:
             found += (*self.calls.starts, *self.calls.hidden, *self.calls.ignored)
-            found += (text for notation in self.calls.notations if isinstance(notation, Headed) for text in notation.marks)
-        return tuple(found)
+            for notation in self.calls.notations:
+                if isinstance(notation, Headed):
+                    found += (notation.head.replace("\\", ""), notation.quote)
+        return "\0".join(found)
 
     @cached_property
     def content_marks(self) -> _Marks:
@@ -88,6 +93,10 @@ class _Marks:
         return max((mark for mark in self.all if held.startswith(mark)), key=len, default="")
 
 
+class _Enough(Exception):
+    """The answer has as many calls as it may have."""
+
+
 class Parser:
     """One choice's parser. `push` its text as it comes, then `finish`."""
 
@@ -102,6 +111,7 @@ class Parser:
         self._line_start = True  # only white space on this line so far
         self._plain: re.Pattern[str] | None = None  # set while what it matches can be shown at once
         self.reasoning = False  # whether the text is reasoning now
+        self.ended = False  # the answer has as many calls as it may have: what follows is dropped
         self._steps = self._run()
         next(self._steps)
 
@@ -113,22 +123,27 @@ class Parser:
     def push(self, text: str) -> tuple[Event, ...]:
         """The events of more text."""
         at, end = 0, len(text)
-        while at < end:
+        while at < end and not self.ended:
             if self._plain is not None and (match := self._plain.match(text, at)):
                 self._show(match[0])
                 at = match.end()
             else:
-                self._steps.send(text[at])
+                self._send(text[at])
                 at += 1
         return self._events()
 
     def finish(self) -> tuple[Event, ...]:
         """The events of what was held back: the text has ended."""
+        if not self.ended:
+            self._send("")
+        return self._events()
+
+    def _send(self, c: str) -> None:
         try:
-            self._steps.send("")
-        except StopIteration:
-            return self._events()
-        raise AssertionError("the parser reads past the end")
+            self._steps.send(c)
+        except (StopIteration, _Enough):
+            self.ended = True
+            self._plain = None
 
     # --- what the text is ------------------------------------------------------------------------------------------------
 
@@ -155,7 +170,7 @@ class Parser:
         """Read calls, or make content of what was read."""
         reader, calls = self._reader, self._calls
         reader.raw = [] if mark == _BARE else [mark]
-        calls.needs_known_name = mark == _BARE or self._known_only
+        calls.needs_known_name = self._plan.known_only or self._has_bare
         try:
             c = yield from reader.skip_space()
             reader.unread(c)
@@ -170,8 +185,9 @@ class Parser:
 
     def _give_up(self) -> None:
         raw, reader = "".join(self._reader.raw), self._reader
-        if self._calls.abandon():
-            raw = raw[-1:]  # the rest of it was shown as arguments
+        if self._calls.abandon():  # all but the last character was shown as arguments
+            reader.unread(raw[-1:])
+            return
         if len(raw) > 1:
             reader.raw = [raw[-1]]
             reader.unread(raw[-1])
@@ -180,7 +196,7 @@ class Parser:
             self._show(raw)
 
     @property
-    def _known_only(self) -> bool:
+    def _has_bare(self) -> bool:
         return self._plan.calls is not None and self._plan.calls.bare
 
     # --- plain text ------------------------------------------------------------------------------------------------------
@@ -222,7 +238,7 @@ class Parser:
 
     @property
     def _bare_here(self) -> bool:
-        return self._known_only and not self.reasoning
+        return self._has_bare and not self.reasoning
 
     def _may_begin_call(self, c: str) -> bool:
         return c in ("{", "[")
@@ -311,6 +327,8 @@ class _Calls:
         self._index += 1
         self.complete_calls += 1
         self._open = False
+        if self.complete_calls == self._parser._plan.most_calls:
+            raise _Enough
 
     def schema(self, name: str) -> Schema:
         return self._parser._plan.tools.get(name, {})
