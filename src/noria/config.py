@@ -57,6 +57,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: Annotated[tuple[str, ...], Meta(description="names clients may use; the first is reported")] = ()
     api_key: Annotated[tuple[str, ...], Meta(description="accepted keys; none: no authentication")] = ()
     chat_template: Annotated[str | None, Meta(description="a Jinja template file instead of the model's own")] = None
+    tool_call_parser: Annotated[
+        str, Meta(description="format of tool calls; auto: the chat template's; none: left as text")
+    ] = "auto"
+    reasoning_parser: Annotated[str, Meta(description="format of reasoning; auto: the chat template's; none: left as text")] = (
+        "auto"
+    )
     generation_config: Annotated[
         Literal["auto", "model"], Meta(description="model: also take the sampling defaults of generation_config.json")
     ] = "auto"

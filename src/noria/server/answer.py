@@ -17,7 +17,7 @@ import msgspec
 from noria.server.validate import SEED_BITS, check_room
 from noria.text.events import Content, Event
 from noria.text.output import ChoiceText, Echo, prompt_echo
-from noria.text.parsing import Parser, ParsePlan
+from noria.text.parsing import ParsePlan, Parser
 from noria.text.tokenizer import Tokenizer
 from noria.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 

@@ -149,7 +149,7 @@ def _never(value: object) -> bool:
 # What Noria does not do (yet), and the values of each field that ask for nothing.
 REFUSED: Mapping[str, Callable[[object], bool]] = {
     "functions": _only([]),
-    "function_call": _only("none"),
+    "function_call": _only("none", "auto"),
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "suffix": _only(""),
     "audio": _never,
@@ -177,6 +177,11 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "lora_path": _never,
     "lora_request": _never,
     "input_embeds": _never,
+}
+# What to send instead of a refused field.
+HINTS: Mapping[str, str] = {
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
 }
 # Names that look like a constraint on the output: ignoring one would return text that breaks it.
 CONSTRAINT = re.compile(
@@ -259,7 +264,7 @@ def _refuse(name: str, value: object, body: Mapping[str, object]) -> None:
         _check_best_of(value, body.get("n", 1))
         return
     if (allowed is None and CONSTRAINT.search(name)) or (allowed is not None and not allowed(value)):
-        raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
+        raise RequestError(f"{name} is not supported by this server; {HINTS.get(name, 'leave it out')}", param=name)
 
 
 def _check_best_of(best_of: object, n: object) -> None:

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from noria.text.tokenizer import Tokenizer
 from noria.types import ConfigError
 
 
@@ -28,7 +29,8 @@ class Headed(msgspec.Struct, frozen=True, kw_only=True):
     """A call is a head with the name, then the arguments.
 
     `head` matches all before the arguments, which begin with the first of the characters `until`; its group `name` is the
-    function's. `written` is a head as a model writes it, with NAME in the name's place, `tail` what follows the arguments.
+    function's. `written` is a head as a model writes it, with NAME in the name's place, `tail` what it writes after the
+    arguments.
     """
 
     head: str
@@ -58,8 +60,12 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Where calls are in an answer, and how one is written.
 
     `starts` are the texts that begin calls. `hidden` marks are never shown; `ignored` ones, which ordinary text may hold too,
-    are not shown beside a call: ends, mostly. `bare`: calls may also begin a line without a start; then, as JSON and lists begin ordinary answers too,
-    only names of the request's tools are calls. `signs`: a chat template with one of these texts is of this format.
+    are not shown beside a call: ends, mostly. `bare`: calls may also begin a line without a start; then, as JSON and lists
+    begin ordinary answers too, only names of the request's tools are calls. `signs`: a chat template with one of these texts
+    is of this format.
+
+    How a call is written where a grammar enforces it: `opening`, then the calls, each between `begin` and `end`, with `between`
+    between them, then `closing`. A list of calls stands in one `begin` and `end`. `single`: a turn ends with its first call.
     """
 
     names: tuple[str, ...]  # of --tool-call-parser; the first is reported
@@ -68,19 +74,23 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     hidden: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     bare: bool = False
-    end: str = ""  # written after the calls of one start
-    opening: str = ""  # written once before all calls
-    closing: str = ""  # written once after all calls
+    opening: str = ""
+    begin: str = ""
+    end: str = ""
+    between: str = ""
+    closing: str = ""
+    single: bool = False
     signs: tuple[str, ...] = ()
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Where reasoning is in an answer. `anywhere`: also after content; else only before it."""
+    """Where reasoning is in an answer. `anywhere`: also after content; else only before it. `after` is written behind it."""
 
     names: tuple[str, ...]  # of --reasoning-parser
     start: str
     end: str
     anywhere: bool = False
+    after: str = ""
     signs: tuple[str, ...] = ()
 
 
@@ -104,7 +114,8 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
             *("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
             "<|channel|>final <|constrain|>json<|message|>",
         ),
-        end="<|call|>",
+        begin="<|channel|>commentary to=functions.",
+        single=True,
         signs=("<|channel|>",),
     ),
     CallFormat(
@@ -112,6 +123,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         starts=("<｜tool▁call▁begin｜>",),
         notations=(Headed(head=_NAME + r"<｜tool▁sep｜>\s*", written="NAME<｜tool▁sep｜>"),),
         hidden=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        begin="<｜tool▁call▁begin｜>",
         end="<｜tool▁call▁end｜>",
         opening="<｜tool▁calls▁begin｜>",
         closing="<｜tool▁calls▁end｜>",
@@ -129,8 +141,10 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         ),
         hidden=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         ignored=("```",),
+        begin="<｜tool▁call▁begin｜>",
         end="<｜tool▁call▁end｜>",
         opening="<｜tool▁calls▁begin｜>",
+        between="\n",
         closing="<｜tool▁calls▁end｜>",
         signs=("<｜tool▁call▁begin｜>",),
     ),
@@ -144,6 +158,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
             ),
         ),
         hidden=("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        begin="<|tool_call_begin|>",
         end="<|tool_call_end|>",
         opening="<|tool_calls_section_begin|>",
         closing="<|tool_calls_section_end|>",
@@ -171,9 +186,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
                 head=r"\s*" + _NAME + r"\s*",
                 until="<",
                 arguments="tags",
-                tags=Tags(
-                    pair=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", end="</tool_call>"
-                ),
+                tags=Tags(pair=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", end="</tool_call>"),
             ),
         ),
         signs=("<arg_key>",),
@@ -183,7 +196,9 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         starts=("<tool_call>",),
         notations=(JsonCalls(),),
         ignored=("</tool_call>",),
-        end="</tool_call>",
+        begin="<tool_call>\n",
+        end="\n</tool_call>",
+        between="\n",
         signs=("<tool_call>",),
     ),
     CallFormat(
@@ -204,18 +219,21 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         names=("granite",),
         starts=("<|tool_call|>",),
         notations=(JsonCalls(listed=True),),
+        begin="<|tool_call|>",
         signs=("<|tool_call|>",),
     ),
     CallFormat(
         names=("mistral_v11",),
         starts=("[TOOL_CALLS]",),
         notations=(_MISTRAL_HEADED, JsonCalls(listed=True)),
+        begin="[TOOL_CALLS]",
         signs=("[ARGS]",),
     ),
     CallFormat(
         names=("mistral",),
         starts=("[TOOL_CALLS]",),
         notations=(JsonCalls(listed=True), _MISTRAL_HEADED),
+        begin="[TOOL_CALLS]",
         signs=("[TOOL_CALLS]",),
     ),
     CallFormat(
@@ -223,6 +241,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         starts=("<|START_ACTION|>",),
         notations=(JsonCalls(arguments="parameters", listed=True),),
         hidden=("<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        begin="<|START_ACTION|>",
         end="<|END_ACTION|>",
         signs=("<|START_ACTION|>",),
     ),
@@ -238,6 +257,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         starts=("<tool_calls>",),
         notations=(JsonCalls(listed=True),),
         ignored=("</tool_calls>",),
+        begin="<tool_calls>",
         end="</tool_calls>",
         signs=("<tool_calls>",),
     ),
@@ -246,6 +266,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         starts=("<|action_start|><|plugin|>",),
         notations=(JsonCalls(arguments="parameters"),),
         hidden=("<|action_end|>",),
+        begin="<|action_start|><|plugin|>",
         end="<|action_end|>",
         signs=("<|plugin|>",),
     ),
@@ -253,6 +274,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         names=("phi4_mini_json",),
         starts=("functools",),
         notations=(JsonCalls(listed=True),),
+        begin="functools",
         signs=("functools",),
     ),
     CallFormat(
@@ -268,6 +290,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         starts=("<|python_tag|>",),
         notations=(JsonCalls(arguments="parameters"),),
         bare=True,
+        between="; ",
         signs=("<|python_tag|>", '"parameters": '),
     ),
     CallFormat(
@@ -276,6 +299,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         notations=(JsonCalls(),),
         ignored=("```",),
         bare=True,
+        between="\n",
     ),
 )
 
@@ -285,6 +309,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         start="<|channel|>analysis<|message|>",
         end="<|end|>",
         anywhere=True,
+        after="<|start|>assistant",
         signs=("<|channel|>",),
     ),
     ReasoningFormat(names=("mistral",), start="[THINK]", end="[/THINK]", signs=("[THINK]",)),
@@ -317,10 +342,18 @@ def call_format(name: str, template: str) -> CallFormat | None:
     return _named(name, CALL_FORMATS, "--tool-call-parser")
 
 
-def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """As `call_format`; a template without a sign of reasoning has none."""
+def reasoning_format(name: str, template: str, tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """As `call_format`, but a model without a sign of reasoning has none. Marks that are tokens are a sign too."""
     if name == "auto":
-        return next((f for f in REASONING_FORMATS if any(sign in template for sign in f.signs)), None)
+        known = tokenizer.backend.token_to_id
+        return next(
+            (
+                f
+                for f in REASONING_FORMATS
+                if any(sign in template for sign in f.signs) or (known(f.start) is not None and known(f.end) is not None)
+            ),
+            None,
+        )
     return _named(name, REASONING_FORMATS, "--reasoning-parser")
 
 

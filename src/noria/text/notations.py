@@ -299,7 +299,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 def _headed_call(notation: Headed, reader: Reader, sink: Sink) -> Steps[None]:
     head = ""
-    while (c := (yield from reader.read())) and c not in notation.until or not head:
+    while ((c := (yield from reader.read())) and c not in notation.until) or not head:
         if not c or len(head) == MAX_HEAD:
             raise Malformed
         head += c

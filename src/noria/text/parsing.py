@@ -34,10 +34,10 @@ _Piece = tuple[type[Content] | type[Reasoning] | type[CallStart] | type[CallArgu
 class ParsePlan:
     """What is looked for in the answers of one request. Made once, shared by its choices.
 
-    `tools` are the parameters of the request's functions by name; with `known_only`, other names are no calls. `most_calls`: the
-    answer ends with this many. `opened`: the prompt ends inside reasoning. `streams`: a
-    grammar makes sure that calls are well-formed, so their arguments may be shown while they are written; without it a call is
-    shown when it is complete, for until then it may turn out to be content.
+    `tools` are the parameters of the request's functions by name; with `known_only`, other names are no calls. `most_calls`:
+    the answer ends with this many. `opened`: the prompt ends inside reasoning. `streams`: a grammar makes sure that calls are
+    well-formed, so their arguments may be shown while they are written; without it a call is shown when it is complete, for
+    until then it may turn out to be content.
     """
 
     reasoning: ReasoningFormat | None = None
