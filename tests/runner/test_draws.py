@@ -179,7 +179,7 @@ def test_results_go_back_to_their_rows() -> None:
         top_tokens=np.array([[-1] * 4, [5, 6, -1, -1], [-1] * 4, [-1] * 4, [7, 8, 9, -1]], np.int32),
         top_logprobs=np.array([[0] * 4, [-0.5, -1.5, 0, 0], [0] * 4, [0] * 4, [-1, -2, -3, 0]], np.float32),
     )
-    inner, scored, plain, last = row_results(plan, draws.rows, drawn, rows)
+    inner, scored, plain, last = row_results(plan, draws, drawn, rows)
     assert (inner.tokens, inner.logprobs, inner.prompt_logprobs) == ((), (), ())
     assert scored.tokens == (40,)
     assert scored.logprobs == (TokenLogprobs(40, -2.0, (5, 6), (-0.5, -1.5)),)

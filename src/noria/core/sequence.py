@@ -32,6 +32,7 @@ class Sequence:
 
     __slots__ = (
         "blocked_on",
+        "cache_miss",
         "cached_tokens",
         "computed",
         "in_flight",
@@ -81,6 +82,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt[1:], as far as they are back
         self.unscored = params.prompt_logprobs is not None and self.prompt_length > 1  # prompt tokens are to be scored
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: not admitted yet
+        self.cache_miss = ""  # why no more were found
         self.preemptions = 0
         self.phase = Phase.QUEUE
         self.since = start
@@ -96,6 +98,7 @@ class Sequence:
         child.phase = self.phase
         child.parts = list(self.parts)
         child.cached_tokens = self.cached_tokens
+        child.cache_miss = self.cache_miss
         child.preemptions = self.preemptions
         return child
 

@@ -57,6 +57,7 @@ class StepDraws:
     draws: Draws
     logit_rows: Int32
     rows: list[RowDraws]
+    bare: bool  # every row draws one token and nothing else: no logprobs
 
 
 def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
@@ -83,7 +84,9 @@ def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
             sampled += len(planned.streams)
         draw += scored + sampled
         places.append(RowDraws(first, scored, sampled))
-    return StepDraws(_expand(segments, rows), _runs(wanted), places)
+    draws = _expand(segments, rows)
+    bare = all(place.sampled == 1 and not place.scored for place in places) and not (draws.num_top >= 0).any()
+    return StepDraws(draws, _runs(wanted), places, bare)
 
 
 def _scored_positions(planned: PlanRow, rows: Rows) -> tuple[int, int]:
@@ -207,13 +210,15 @@ def _append_histories(out: _CompressedRows[np.int32], segment: Segment, rows: Ro
             out.append(*drafted.arrays())
 
 
-def row_results(plan: StepPlan, places: Sequence[RowDraws], drawn: Drawn, rows: Rows) -> tuple[RowResult, ...]:
+def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> tuple[RowResult, ...]:
     """Sort what was drawn back to the plan's rows."""
     tokens = drawn.token.tolist()
+    if draws.bare:
+        return tuple([RowResult(row=planned.row, tokens=(token,)) for planned, token in zip(plan.rows, tokens, strict=True)])
     slots = [planned.row for planned in plan.rows]
     tops, prompt_tops = rows.num_top[slots].tolist(), rows.num_prompt_top[slots].tolist()
     results = []
-    for row, (first, scored, sampled), top, prompt_top in zip(slots, places, tops, prompt_tops, strict=True):
+    for row, (first, scored, sampled), top, prompt_top in zip(slots, draws.rows, tops, prompt_tops, strict=True):
         middle = first + scored
         end = middle + sampled
         results.append(

@@ -94,6 +94,7 @@ class Answer:
             self.echo = prompt_echo(tokenizer, request.prompt, text=text, skip_special_tokens=params.skip_special_tokens)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.cached_tokens = 0
+        self.cache_miss = ""  # why no more of the prompt was
         self.phases: tuple[float, ...] = ()
         self.preemptions = 0
         self.reason = FinishReason.STOP  # how the choice that ended last did
@@ -146,6 +147,7 @@ class Answer:
         if output.finish_reason is not None:
             self._open -= 1
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            self.cache_miss = output.cache_miss
             self.phases = output.phases
             self.preemptions += output.preemptions
         choice = self._choices[output.index]

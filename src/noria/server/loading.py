@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,12 +90,20 @@ def load_text(path: Path, cache_dir: Path, options: TextOptions | None = None) -
     )
 
 
-async def start(client: EngineClient, cache_dir: Path, options: TextOptions) -> tuple[EngineFacts, TextModel]:
+async def start(
+    client: EngineClient,
+    cache_dir: Path,
+    options: TextOptions,
+    *,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[EngineFacts, TextModel]:
     """Load the text half here while the engine process loads the rest. Raises LoadError or ConfigError."""
 
     async def text() -> TextModel:
         path = Path(await client.located)
-        return await asyncio.get_running_loop().run_in_executor(None, load_text, path, cache_dir, options)
+        loaded = await asyncio.get_running_loop().run_in_executor(None, load_text, path, cache_dir, options)
+        progress("tokenizer loaded")
+        return loaded
 
     loading = asyncio.create_task(text())
     try:

@@ -30,6 +30,15 @@ MAX_SALT_CHARACTERS = 4096
 PRIORITY_BOUND = 2**31
 COMPLETION_MAX_TOKENS = 16  # as OpenAI, where a completions request does not say
 
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}},
+    ]
+}
+
 # Sent by real clients; they change nothing in an answer, so that nothing is lost by ignoring them.
 ACCEPTED = frozenset(
     {
@@ -96,7 +105,7 @@ class Body(msgspec.Struct, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Any  # str, [str], [int] or [[int]]: see `prompts_of`
+    prompt: Annotated[Any, Meta(extra_json_schema=PROMPT_SCHEMA)]  # see `prompts_of`
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     add_special_tokens: bool = True
