@@ -45,7 +45,7 @@ def vocabulary(control: tuple[str, ...] = ()) -> tuple[Tokenizer, LLTokenizer]:
         bos_token_id = None
         eos_token_id = END
         tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]  # noqa: RUF012
-        special_token_ids = sorted(tokenizer.control_ids)  # noqa: RUF012
+        special_token_ids = sorted(tokenizer.control_ids)
 
         def __call__(self, text: bytes) -> list[int]:
             raise NotImplementedError

@@ -52,7 +52,9 @@ def test_what_is_taken_whole_is_json(value: dict[str, object], data: st.DataObje
         json.loads(passed)
 
 
-@pytest.mark.parametrize("text", ['{"a": 1.}', '{"a": .5}', '{"a": -}', '{"a": tru}', '{"a": "\\x"}', '{"a" 1}', "{,}", '{"a": +1}'])
+@pytest.mark.parametrize(
+    "text", ['{"a": 1.}', '{"a": .5}', '{"a": -}', '{"a": tru}', '{"a": "\\x"}', '{"a" 1}', "{,}", '{"a": +1}']
+)
 def test_broken_values(text: str) -> None:
     """Red when a number, a word or an escape is checked less strictly than RFC 8259 has it."""
     with pytest.raises(Malformed):

@@ -67,7 +67,9 @@ def test_ten_thousand_random_transcripts_cut_at_random_parse_as_whole() -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(CALL_FORMATS),
-    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<", '{"name": "', 'f"', ", ", '"arguments": ', "{}", "}", "[", "a"]))
+    st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "<", '{"name": "', 'f"', ", ", '"arguments": ', "{}", "}", "[", "a"])
+    )
     | st.lists(st.text(max_size=5)),
 )
 def test_text_without_calls_is_content_to_the_last_character(calls: Any, parts: list[str]) -> None:
@@ -196,7 +198,9 @@ def test_arguments_as_a_string_and_as_null(written: str) -> None:
     assert json.loads(texts(events, CallArguments)) in ({"a": 1}, {})
 
 
-@pytest.mark.parametrize("call", ["f(1)", "f(a=g())", "f(**x)", "f(a=1, a=2)", "f(a=b'')", "f(a={1: 2})", "f(a=(", "f(a=1e999)"])
+@pytest.mark.parametrize(
+    "call", ["f(1)", "f(a=g())", "f(**x)", "f(a=1, a=2)", "f(a=b'')", "f(a={1: 2})", "f(a=(", "f(a=1e999)"]
+)
 def test_python_that_is_no_call_is_content(call: str) -> None:
     """Red when Python that JSON cannot say is turned into something else (or evaluated)."""
     plan = ParsePlan(calls=helpers.call_format_named("pythonic"), tools={"f": {}})

@@ -164,7 +164,9 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template tells the model of tools."""
+        """Whether the template tells the model of tools; one that is made for them does."""
+        if self._tool_source is not None:
+            return True
         tool = {"type": "function", "function": {"name": "probe_tool", "description": "x", "parameters": {"type": "object"}}}
         try:
             return "probe_tool" in self._run(_probe([{"role": "user", "content": "x"}]) | {"tools": [tool]})
