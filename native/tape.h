@@ -98,6 +98,7 @@ class Tape final : public Program {
   void set_sizes();
   int64_t count_linear(LinearArgs& args, int64_t rows) const;
   void run_linear(const Op& op, uint32_t pass, uint32_t tile) const;
+  void await_masks() const;
   void run_draws(uint32_t pass, uint32_t tile, void* scratch) const;
   Op& op_of(OpKind kind);
 

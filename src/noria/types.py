@@ -78,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None: none; k: of the sampled token and of the k most likely
     prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): everything may be
 
     @property
     def greedy(self) -> bool:
@@ -115,6 +116,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0  # lower is served first, as vLLM
     arrival: float = 0.0  # time.monotonic() of the shell that received it
+    grammar_s: float = 0.0  # seconds since then that the shell waited for the verdict on the request's grammar
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
 
 

@@ -109,7 +109,7 @@ def build_runner(config: EngineConfig, model: LoadedModel) -> tuple[Runner, Back
         max_rows=config.max_num_seqs,
         vocab_size=spec.vocab_size,
     )
-    rows = Rows(config.max_num_seqs, ledger.max_model_len, len(groups), blocks_per_row)
+    rows = Rows(config.max_num_seqs, ledger.max_model_len, len(groups), blocks_per_row, vocab_size=spec.vocab_size)
     return Runner(executable, backend, rows, depth=config.async_depth), backend
 
 

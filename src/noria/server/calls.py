@@ -121,7 +121,7 @@ def _params(
     if body.priority and context.engine_config.scheduling_policy != "priority":
         raise RequestError("priority needs a server with --scheduling-policy priority", param="priority")
     params = sampling_params(body, served.sampling_defaults, logprobs=logprobs, max_tokens=limit)
-    check_params(params, served.facts.vocab_size)
+    check_params(params, served.facts.vocab_size, control_ids=served.text.tokenizer.control_ids)
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     return msgspec.structs.replace(params, seed=seed % 2**SEED_BITS), seed
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from noria.config import EngineConfig
+from noria.core.constraint import Constraints
 from noria.core.engine import EngineDead
 from noria.core.queue import QueueFull
 from noria.server.wire import (
@@ -36,6 +37,8 @@ from noria.server.wire import (
     Refused,
     Stage,
     Stop,
+    ToEngine,
+    UseVocabulary,
     decode_launch,
     decode_to_engine,
     encode,
@@ -50,6 +53,8 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 class ServedEngine(Protocol):
     """The part of `noria.core.engine.Engine` that a shell drives."""
+
+    constraints: Constraints | None  # set before the first request that needs it
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it cannot be taken (429 with a full queue)."""
@@ -135,9 +140,9 @@ class Channel:
         """Queue a message; never blocks."""
         self._socket.send(encode(message), copy=True)
 
-    def receive(self, *, wait: bool) -> list[Add | Abort | Ping | Stop]:
+    def receive(self, *, wait: bool) -> list[ToEngine]:
         """All messages that have come; with `wait`, at least one."""
-        messages: list[Add | Abort | Ping | Stop] = []
+        messages: list[ToEngine] = []
         if wait:
             messages.append(decode_to_engine(self._socket.recv()))
         while True:
@@ -168,6 +173,10 @@ def serve(engine: ServedEngine, channel: Channel) -> None:
                     outputs.extend(engine.abort(request_id, index))
                 case Ping(nonce=nonce):
                     channel.send(Pong(nonce=nonce, stats=engine.stats()))
+                case UseVocabulary(vocabulary=vocabulary):
+                    from noria.text.constraint import GrammarConstraints
+
+                    engine.constraints = GrammarConstraints(vocabulary)
                 case Stop():
                     return
         if engine.has_work:

@@ -131,13 +131,17 @@ class Server:
 
         from noria.observe.metrics import Metrics
         from noria.server.context import Served
+        from noria.server.judge import Judge
         from noria.server.loading import start
+        from noria.text.grammar import vocabulary_of
         from noria.weights.hub import cache_directory
 
         disable_created_metrics()  # type: ignore[no-untyped-call]
         cache = cache_directory(self._engine_config.cache_dir)
         facts, text = await start(client, cache, self._config.chat_template)
         names = self._config.served_model_name or (facts.model,)
+        ends = tuple(dict.fromkeys((*facts.eos_ids, *text.tokenizer.eos_ids)))
+        client.judge = Judge(lambda: vocabulary_of(text.tokenizer, facts.vocab_size, ends))
         context.served = Served(
             client=client,
             facts=facts,
