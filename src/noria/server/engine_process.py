@@ -91,6 +91,7 @@ def main() -> None:
     """Read the launch record from stdin, load the engine, serve it. Never returns normally: ends the process."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # sent to the whole group; the parent drains and then says Stop
+    sys.setswitchinterval(0.0005)  # the loop comes back to the interpreter after each step; a grammar's thread may have it
     launch = _read_launch()
     if launch.die_with_parent:
         _die_with_parent()

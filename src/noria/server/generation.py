@@ -75,7 +75,7 @@ class Generation:
             return
         for answer in self.answers:
             seconds = await self._client.admit(answer.request.params)
-            if seconds:
+            if seconds and not answer.request.grammar_s:
                 answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
         self._admitted = True
 

@@ -166,12 +166,14 @@ class OpenAI:
 async def _admit(served: Served, call: Call) -> None:
     """Wait for the verdict on what constrains the output. Raises RequestError that names the field it came in."""
     try:
-        await served.client.admit(call.answers[0].request.params)
+        seconds = await served.client.admit(call.answers[0].request.params)
     except RequestError as error:
         if error.param != "structured_output":
             raise
         asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
         raise RequestError(str(error), param=asked[0] if asked else None, code=error.code, status=error.status) from None
+    for answer in call.answers:
+        answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -164,10 +164,11 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def _regex(expression: str) -> str:
-    from llguidance import LLMatcher
+    r"""An expression (of Rust's regex crate) between slashes; \d and \w are ASCII's, as in a schema's pattern (ECMA 262)."""
+    from llguidance import regex_to_lark
 
-    text: str = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"][0]["lark_grammar"]
-    return text.removeprefix("start: ")
+    text = regex_to_lark(expression, "dw")
+    return "/" + re.sub(r"\\?\n|\\.", lambda match: r"\n" if match[0].endswith("\n") else match[0], text) + "/"
 
 
 def _choice(output: StructuredOutput) -> str:

@@ -8,7 +8,7 @@ draft 2020-12 is meant where drafts differ (https://json-schema.org/draft/2020-1
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,6 +16,7 @@ from noria.types import RequestError
 
 MAX_SCHEMAS = 20_000  # subschemas of one schema
 MAX_DEPTH = 128
+MAX_LOOKS = 100_000  # at a subschema, to find out whether recursion ends: a tenth of a second
 
 Schema = dict[str, Any]
 
@@ -35,6 +36,13 @@ ANNOTATIONS = {
 _SCHEMA = ("additionalProperties", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {  # of the keywords that are looked at here
+    "$ref": (lambda value: isinstance(value, str), "a string"),
+    "type": (lambda value: isinstance(value, str) or _are_strings(value), "a string or a list of strings"),
+    "required": (lambda value: _are_strings(value), "a list of strings"),
+    "minItems": (lambda value: type(value) is int and value >= 0, "a number of items"),
+    "minProperties": (lambda value: type(value) is int and value >= 0, "a number of properties"),
+}
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 
@@ -50,7 +58,12 @@ def checked_schema(schema: object) -> Schema:
         _check_keywords(path, part)
     if not _Finite(schema).holds():
         raise _refusal("it refers to itself without an end: no finite value can satisfy it")
-    return schema
+    same: Schema = _with_any_of(schema, schema)
+    return same
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _refusal(reason: str) -> RequestError:
@@ -90,12 +103,59 @@ def _check_keywords(path: str, schema: Schema) -> None:
     for name in schema:
         if name not in ENFORCED and name not in ANNOTATIONS:
             raise _refusal(f"the keyword {name[:64]!r} (at {path[:200]}) is not enforced by this server: leave it out")
+    for name, (fits, form) in _FORMS.items():
+        if name in schema and not fits(schema[name]):
+            raise _refusal(f"{name} (at {path[:200]}) must be {form}")
     least = schema.get("minProperties", 0)
-    if isinstance(least, int) and least > max(1, len(set(map(str, schema.get("required", ()))))):
+    if least > max(1, len(set(schema.get("required", ())))):
         # The names of further properties are not kept apart, so that their number is no number of different properties.
         raise _refusal(
             f"minProperties {least} (at {path[:200]}) is not enforced beyond the required properties: list them there"
         )
+
+
+def _with_any_of(schema: Any, root: Schema) -> Any:
+    """The schema with `anyOf` for `oneOf` where a required constant tells the options apart: there they mean the same.
+
+    llguidance finds that out itself where the options are written in place, not where they are references.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    result: Schema = {}
+    for name, value in schema.items():
+        if name in _MAPS:
+            result[name] = {key: _with_any_of(inner, root) for key, inner in value.items()}
+        elif name in _LISTS or (name == "items" and isinstance(value, list)):
+            same = name == "oneOf" and "anyOf" not in schema and _told_apart(value, root)
+            result["anyOf" if same else name] = [_with_any_of(inner, root) for inner in value]
+        else:
+            result[name] = _with_any_of(value, root) if name in _SCHEMA or name == "items" else value
+    return result
+
+
+def _told_apart(options: list[Any], root: Schema) -> bool:
+    """Whether all options are objects, and some required property has other constants in each of them."""
+    objects: list[Schema] = []
+    for option in options:
+        target = resolve(option["$ref"], root) if isinstance(option, dict) and option.keys() == {"$ref"} else option
+        if not isinstance(target, dict) or target.get("type") != "object":
+            return False
+        objects.append(target)
+    for name in objects[0].get("required", ()) if objects else ():
+        values = [
+            _constants(target.get("properties", {}).get(name)) for target in objects if name in target.get("required", ())
+        ]
+        if len(values) == len(objects) and all(values) and len(set().union(*values)) == sum(map(len, values)):
+            return True
+    return False
+
+
+def _constants(schema: object) -> set[str]:
+    """The strings that a schema names as its only values; none for another schema."""
+    if not isinstance(schema, dict):
+        return set()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return set(values) if isinstance(values, list) and all(isinstance(value, str) for value in values) else set()
 
 
 class _Finite:
@@ -103,6 +163,7 @@ class _Finite:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
+        self._looks = 0
         self._known: dict[str, bool] = {}  # by reference: whether it is known to have one
 
     def holds(self) -> bool:
@@ -110,11 +171,14 @@ class _Finite:
             before = dict(self._known)
             holds = self._of(self._root)
             for reference in list(self._known):
-                self._known[reference] = self._of(self._target(reference))
+                self._known[reference] = self._of(resolve(reference, self._root))
             if self._known == before:
                 return holds
 
     def _of(self, schema: object) -> bool:
+        self._looks += 1
+        if self._looks > MAX_LOOKS:
+            raise _refusal("its references are too many, or too deep")
         if not isinstance(schema, dict):
             return schema is True
         if "$ref" in schema and not self._of_reference(schema["$ref"]):
@@ -139,36 +203,35 @@ class _Finite:
         least = schema.get("minItems", 0)
         first = schema.get("prefixItems", ())
         items = schema.get("items", True)
-        if not isinstance(least, int) or isinstance(items, list):
-            return True
+        if isinstance(items, list):
+            first, items = items, schema.get("additionalItems", True)
         return all(map(self._of, first[:least])) and (least <= len(first) or self._of(items))
 
-    def _of_reference(self, reference: object) -> bool:
-        if not isinstance(reference, str):
-            raise _refusal("$ref must be a string")
+    def _of_reference(self, reference: str) -> bool:
         if not reference.startswith("#"):
             raise _refusal(
                 f"$ref {reference[:200]!r} leads outside of the schema: only references that begin with # are followed"
             )
         return self._known.setdefault(reference, False)
 
-    def _target(self, reference: str) -> object:
-        """What a reference points to (RFC 6901), or an anchor's schema."""
-        pointer = unquote(reference[1:])
-        if pointer and not pointer.startswith("/"):
-            anchored = [part for _, part in _subschemas(self._root, "#", 0) if part.get("$anchor") == pointer]
-            if anchored:
-                return anchored[0]
+
+def resolve(reference: str, root: Schema) -> object:
+    """What a reference inside of a schema points to: a JSON pointer (RFC 6901), or an anchor's schema."""
+    pointer = unquote(reference[1:])
+    if pointer and not pointer.startswith("/"):
+        anchored = [part for _, part in _subschemas(root, "#", 0) if part.get("$anchor") == pointer]
+        if anchored:
+            return anchored[0]
+        raise _refusal(f"$ref {reference[:200]!r} points to nothing")
+    target: Any = root
+    for key in pointer.split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict) and key in target:
+            target = target[key]
+        elif isinstance(target, list) and re.fullmatch(r"\d{1,6}", key) and int(key) < len(target):
+            target = target[int(key)]
+        else:
             raise _refusal(f"$ref {reference[:200]!r} points to nothing")
-        target: Any = self._root
-        for key in pointer.split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, dict) and key in target:
-                target = target[key]
-            elif isinstance(target, list) and re.fullmatch(r"\d{1,6}", key) and int(key) < len(target):
-                target = target[int(key)]
-            else:
-                raise _refusal(f"$ref {reference[:200]!r} points to nothing")
-        if not isinstance(target, dict | bool):
-            raise _refusal(f"$ref {reference[:200]!r} points to something that is no schema")
-        return target
+    if not isinstance(target, dict | bool):
+        raise _refusal(f"$ref {reference[:200]!r} points to something that is no schema")
+    return target
