@@ -39,7 +39,7 @@ def accepts(words: Vocabulary, kind: str, value: str, text: str) -> bool:
     """Whether a grammar takes `text` as a whole, byte by byte."""
     one = constraint(words, kind, value)
     for byte in text.encode():
-        if byte not in masks(one, len(words.tokens))[0]:
+        if one.ended or byte not in masks(one, len(words.tokens))[0]:
             return False
         one.accept(byte)
     return one.ended or words.ends[0] in masks(one, len(words.tokens))[0]

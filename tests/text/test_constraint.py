@@ -41,7 +41,7 @@ def test_behind_a_draft_that_may_not_come_everything_passes() -> None:
     one = constraint(WORDS, "regex", "abc")
     everything = set(range(SIZE))
     assert masks(one, SIZE, tokens("axc")) == [{ord("a"), WORDS.tokens.index(b"ab")}, {ord("b")}, everything, everything]
-    assert masks(one, SIZE, [*tokens("abc"), END])[3:] == [everything] * 2
+    assert masks(one, SIZE, [*tokens("abc"), END])[3:] == [{END}, everything]
     assert one.failure is None
     for token in tokens("abc"):
         one.accept(token)
@@ -117,12 +117,20 @@ def test_runs_are_counted_over_tokens() -> None:
     guard = RunGuard(WORDS)
     place = WORDS.tokens.index
     runs = (0, 0)
-    for token, expected in ((ord("a"), (0, 0)), (place(b"8 8"), (1, 0)), (place(b"1234567"), (8, 0)), (32, (0, 1)), (place(b"\n\n"), (0, 3))):
+    for token, expected in (
+        (ord("a"), (0, 0)),
+        (place(b"8 8"), (1, 0)),
+        (place(b"1234567"), (8, 0)),
+        (32, (0, 1)),
+        (place(b"\n\n"), (0, 3)),
+    ):
         runs = guard.after(runs, token)
         assert runs == expected
     assert guard.banned((0, 0)) == 0
     assert guard.banned((LONGEST_RUN - 6, 0)) == 1 << place(b"1234567")
-    assert guard.banned((0, LONGEST_RUN)) == sum(1 << place(w) for w in (b" ", b"\t", b"\n", b"\r", b"  ", b"        ", b"\n\n"))
+    assert guard.banned((0, LONGEST_RUN)) == sum(
+        1 << place(w) for w in (b" ", b"\t", b"\n", b"\r", b"  ", b"        ", b"\n\n")
+    )
 
 
 def test_allowed_tokens_are_one_mask_for_ever() -> None:
@@ -145,7 +153,7 @@ def request(output: StructuredOutput | None, **params: object) -> EngineRequest:
 
 
 def test_constraints_are_made_on_a_thread_and_at_once_when_known() -> None:
-    """Red if the engine's thread compiles, a known grammar waits, a stop id of the request is lost, or an error is swallowed."""
+    """Red if the engine's thread compiles, a known grammar waits, a stop id of the request is lost, or an error vanishes."""
     constraints = GrammarConstraints(WORDS)
     output = StructuredOutput(kind="regex", value="a+")
     first = constraints.prepare(request(output)).result(10)

@@ -1,12 +1,13 @@
 """The judge: whether a grammar may be used, found out in a process that can be killed (see `noria.server.judge_process`).
 
 A verdict takes milliseconds, and is kept by content. Compiling that takes longer than `VERDICT_S` is ended with the process,
-and the request that asked for it is refused. The process is started by the first question, and by the first after its end.
+and the request that asked for it is refused. The process is started by the first question, and again after its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import subprocess
@@ -100,8 +101,13 @@ class Judge:
         else:
             return msgspec.msgpack.decode(answer, type=Verdict)
         self._end()
+        threading.Thread(target=self._restart, name="noria-judge-start", daemon=True).start()  # ready before the next question
         error = refusal(output, reason)
         return Verdict(str(error), error.param, error.code)
+
+    def _restart(self) -> None:
+        with self._lock, contextlib.suppress(NoriaError):
+            self._running()
 
     def _running(self) -> subprocess.Popen[bytes]:
         """The process, ready for a question."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from noria.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 1 << 18  # of a schema, regular expression, list of choices or grammar
-MAX_CHOICES = 10_000
+MAX_CHOICES = 4096
 CACHED_GRAMMARS = 64  # compiled ones that are kept; each is a megabyte at most, unless it is a very large one
 
 HEADER = '%llguidance {"no_forcing": true}\n'
