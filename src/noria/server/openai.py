@@ -29,6 +29,7 @@ from noria.server.gate import checked_request_id
 from noria.server.generation import Generation
 from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from noria.server.sse import EventStream, event, watch_disconnect
+from noria.server.structured import FIELDS, structured_output
 from noria.server.validate import check_token
 from noria.types import RequestError
 
@@ -115,7 +116,9 @@ class OpenAI:
                 return chat_call(self._context, served, body, arrival)
             return completion_call(self._context, served, body, arrival)
 
-        return served, await self._off_loop(prompt_size(body), make)
+        call = await self._off_loop(prompt_size(body), make)
+        await _admit(served, call)
+        return served, call
 
     async def collect(self, served: Served, call: Call) -> dict[str, Any]:
         """Run a call to its end: the whole response object. Raises RequestError."""
@@ -165,6 +168,19 @@ class OpenAI:
 
     def _model(self, served: Served, name: str) -> dict[str, Any]:
         return model_object(name, served.created, served.facts.max_model_len, served.facts.model)
+
+
+async def _admit(served: Served, call: Call) -> None:
+    """Wait for the verdict on what constrains the output. Raises RequestError that names the field it came in."""
+    try:
+        seconds = await served.client.admit(call.answers[0].request.params)
+    except RequestError as error:
+        if error.param != "structured_output":
+            raise
+        asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
+        raise RequestError(str(error), param=asked[0] if asked else None, code=error.code, status=error.status) from None
+    for answer in call.answers:
+        answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
 
 
 async def read_body(request: Request, most: int) -> bytes:
