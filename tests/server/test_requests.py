@@ -100,8 +100,6 @@ REFUSED: list[tuple[str, Any]] = [
     *[(name, {"a": 1}) for name in ("guided_json", "structured_outputs", "json_schema", "grammar", "guided_anything_new")],
     *[(name, "x") for name in ("guided_regex", "regex", "structural_tag", "ebnf", "chat_template", "suffix", "lora_path")],
     *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, "text", {})],
-    ("tools", [{"type": "function"}]),
-    *[("tool_choice", value) for value in ("auto", "required", {"type": "function"})],
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
@@ -128,6 +126,25 @@ def test_what_would_silently_not_happen_is_refused(make: Any, name: str, value: 
         make(**{name: value})
     assert told.value.param == name
     assert told.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tools", [{"type": "function"}]), *[("tool_choice", value) for value in ("auto", "required", {})]]
+)
+def test_tools_belong_to_chat(name: str, value: Any) -> None:
+    """Red if a completions request that asks for tool calls is answered without any."""
+    with pytest.raises(RequestError) as told:
+        completion(**{name: value})
+    assert told.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"), [("functions", [{"name": "f"}], "tools"), ("function_call", {}, "tool_choice")]
+)
+def test_the_older_names_of_tools_are_refused_with_the_newer_ones(name: str, value: Any, hint: str) -> None:
+    """Red if a client of the older interface is not told what to change."""
+    with pytest.raises(RequestError, match=f"send {hint} instead"):
+        chat(**{name: value})
 
 
 ASKS_NOTHING: list[tuple[str, Any]] = [

@@ -50,6 +50,7 @@ ACCEPTED = frozenset(
         "store",
         "verbosity",
         "cache_control",
+        "parallel_tool_calls",  # without tools it says nothing
     }
 )
 
@@ -157,6 +158,8 @@ def _never(value: object) -> bool:
 
 # What Noria does not do (yet), and the values of each field that ask for nothing.
 REFUSED: Mapping[str, Callable[[object], bool]] = {
+    "tools": _only([]),  # these two are chat's
+    "tool_choice": _only("none"),
     "functions": _only([]),
     "function_call": _only("none", "auto"),
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
