@@ -160,7 +160,7 @@ def test_whether_the_prompt_opens_reasoning(text: TextModel, prompt: str, is_ope
     assert reasoning_is_open(text, ids) is is_open
 
 
-# --- what a client sees ----------------------------------------------------------------------------------------------------
+# --- what a client sees ------------------------------------------------------------------------------------------------------
 
 
 def run(text: TextModel, written: str, use: ToolUse, *, step: int = 1, reason: FinishReason = FinishReason.STOP) -> Any:

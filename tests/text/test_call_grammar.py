@@ -1,4 +1,4 @@
-"""The grammars of enforced tool calls, judged by llguidance's matcher: they allow what the parser reads, and no more."""
+"""Grammars of enforced tool calls, judged by llguidance: they allow what the parser reads, and nothing else."""
 
 from __future__ import annotations
 
