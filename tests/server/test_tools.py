@@ -260,7 +260,7 @@ def test_a_mark_that_is_a_control_token_is_seen_by_the_parser_and_not_by_the_cli
 
 
 def test_a_format_of_the_whole_text_and_calls(text: TextModel) -> None:
-    """Red when a response_format silently makes calls impossible, or JSON made from the first character on passes for reasoning."""
+    """Red when a response_format silently makes calls impossible, or JSON passes for reasoning."""
     wanted = StructuredOutput(kind="json_object")
     with pytest.raises(RequestError) as caught:
         call_plan(text, tool_use([tool("f")], "auto"), opened=False, constrained=wanted)
