@@ -1,6 +1,6 @@
 """Tool calls from real engines: a random model and a small one write them because a grammar makes them.
 
-Red if a call is not what its schema says, if stream and whole differ, or if a finish reason and the calls contradict each other.
+Red if a call is not what its schema says, if stream and whole differ, or if finish reason and calls contradict each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STOCK = tool("stock", item={"enum": ["bolts", "nuts"]})
 
 
 def body(server: RunningServer, choice: Any, *tools: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return server.chat("Book two rows.", tools=list(tools), tool_choice=choice, **{"max_tokens": 1500, **fields})
+    return server.chat("Book two rows.", tools=list(tools), tool_choice=choice, **{"max_tokens": 900, **fields})
 
 
 def streamed(server: RunningServer, asked: dict[str, Any]) -> tuple[list[tuple[str, str]], str, str]:
@@ -82,15 +82,13 @@ def test_a_named_call_fits_its_schema_streamed_and_not(server: RunningServer) ->
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_required_calls(server: RunningServer, temperature: float) -> None:
-    asked = body(server, "required", BOOK, STOCK, temperature=temperature, seed=5)
+    asked = body(server, "required", STOCK, tool("now"), temperature=temperature, seed=5)
     choice = server.ok("/v1/chat/completions", asked)["choices"][0]
     whole = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
     assert choice["finish_reason"] == "tool_calls"
     assert streamed(server, asked) == (whole, "", "tool_calls")
-    for name, arguments in whole:
-        assert name in ("book", "stock")
-        if name == "book":
-            check_book(arguments)
+    allowed = [("stock", {"item": "bolts"}), ("stock", {"item": "nuts"}), ("now", {})]
+    assert all((name, json.loads(arguments)) in allowed for name, arguments in whole)
     one = server.ok("/v1/chat/completions", {**asked, "parallel_tool_calls": False})["choices"][0]
     assert len(one["message"]["tool_calls"]) == 1
 
