@@ -135,6 +135,25 @@ def test_what_would_silently_not_happen_is_refused(make: Any, name: str, value: 
     assert told.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("tools", [{"type": "function"}]), *[("tool_choice", value) for value in ("auto", "required", {})]]
+)
+def test_tools_belong_to_chat(name: str, value: Any) -> None:
+    """Red if a completions request that asks for tool calls is answered without any."""
+    with pytest.raises(RequestError) as told:
+        completion(**{name: value})
+    assert told.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"), [("functions", [{"name": "f"}], "tools"), ("function_call", {}, "tool_choice")]
+)
+def test_the_older_names_of_tools_are_refused_with_the_newer_ones(name: str, value: Any, hint: str) -> None:
+    """Red if a client of the older interface is not told what to change."""
+    with pytest.raises(RequestError, match=f"send {hint} instead"):
+        chat(**{name: value})
+
+
 ASKS_NOTHING: list[tuple[str, Any]] = [
     ("response_format", {"type": "text"}),
     ("tools", []),

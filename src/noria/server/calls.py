@@ -90,13 +90,10 @@ def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: f
     params, seed = _params(context, served, body, logprobs=top, limit=limit)
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     ids = _truncated(body, chat_ids(served, body, body.reasoning_effort, tools=use.shown, limit=_longest(served, body)), served)
-    plan = call_plan(served.text, use, opened=reasoning_is_open(served.text, ids))
-    if use.active and params.structured_output is not None:
-        raise RequestError(
-            "an answer in a given format calls no tools: leave tools out, or set tool_choice none", param="tools"
-        )
+    plan = call_plan(served.text, use, opened=reasoning_is_open(served.text, ids), constrained=params.structured_output)
     if plan.grammar is not None:
         params = msgspec.structs.replace(params, structured_output=plan.grammar)
+        check_params(params, served.facts.vocab_size, control_ids=served.text.tokenizer.control_ids)
     answer = Answer(served.text.tokenizer, _engine_request(context, served, body, ids, params, arrival), plan=plan.parse)
     shape = ChatShape(
         served.text.tokenizer,
