@@ -11,7 +11,7 @@ import contextvars
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -107,6 +107,10 @@ class OpenAI:
         """A request body as a call that is ready to run. Raises RequestError."""
         arrival = time.monotonic()
         body, unknown = await self._off_loop(len(data), lambda: parse_body(data, kind))
+        return await self.call_of(body, unknown, arrival)
+
+    async def call_of(self, body: ChatBody | CompletionBody, unknown: Sequence[str], arrival: float) -> tuple[Served, Call]:
+        """A checked body as a call that is ready to run; `unknown` are the fields that were ignored. Raises RequestError."""
         served = self._context.require(body.model)
         if unknown:
             served.metrics.ignored_fields(len(unknown))
