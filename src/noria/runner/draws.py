@@ -218,9 +218,9 @@ def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> t
     slots = [planned.row for planned in plan.rows]
     tops, prompt_tops = rows.num_top[slots].tolist(), rows.num_prompt_top[slots].tolist()
     results = []
-    for row, (first, scored, sampled), top, prompt_top in zip(slots, draws.rows, tops, prompt_tops, strict=True):
-        middle = first + scored
-        end = middle + sampled
+    for planned, (first, scored, sampled), top, prompt_top in zip(plan.rows, draws.rows, tops, prompt_tops, strict=True):
+        row, middle = planned.row, first + scored
+        end = middle + (sampled if planned.samples <= 1 else _verified(planned, tokens[middle : middle + sampled], rows))
         results.append(
             RowResult(
                 row=row,
@@ -230,6 +230,14 @@ def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> t
             )
         )
     return tuple(results)
+
+
+def _verified(planned: PlanRow, drawn: list[int], rows: Rows) -> int:
+    """How many of a row's drawn tokens count: those equal to their drafts, and the first that is not, or has no draft."""
+    end = planned.start + planned.count
+    drafts = rows.tokens[planned.row, end - planned.samples + 1 : end].tolist()
+    pairs = zip(drawn, drafts, strict=False)
+    return next((place for place, (token, draft) in enumerate(pairs, 1) if token != draft), planned.samples)
 
 
 def _logprobs(drawn: Drawn, first: int, end: int, num_top: int) -> tuple[TokenLogprobs, ...]:
