@@ -138,6 +138,7 @@ void bind_recording(nb::class_<BoundTape>& c) {
         t.tape.add_stage({.kind = StageKind::softcap, .softcap = {at<float>(x), width, cap}});
       },
       "x"_a, "width"_a, "cap"_a);
+  c.def("hidden", [](BoundTape& t, uintptr_t x, int64_t width) { t.tape.add_hidden(at<float>(x), width); }, "x"_a, "width"_a);
 
   c.def(
       "begin_linear",

@@ -11,8 +11,16 @@
 namespace noria::NORIA_TIER {
 
 inline void run_gather(const GatherStage& s, const StepView& step, int64_t first, int64_t last) {
-  for (int64_t r = first; r < last; ++r)
-    std::memcpy(s.y + r * s.width, s.x + step.logit_rows[r] * s.width, static_cast<size_t>(s.width) * sizeof(float));
+  for (int64_t r = first; r < last; ++r) {
+    const int32_t from = r < step.logit_count ? step.logit_rows[r] : step.hidden_rows[r - step.logit_count];
+    std::memcpy(s.y + r * s.width, s.x + from * s.width, static_cast<size_t>(s.width) * sizeof(float));
+  }
+}
+
+inline void run_hidden(const HiddenStage& s, const StepView& step, int64_t first, int64_t last) {
+  if (step.drawn.hidden == nullptr) return;
+  for (int64_t r = first < step.logit_count ? step.logit_count : first; r < last; ++r)
+    std::memcpy(step.drawn.hidden + (r - step.logit_count) * s.width, s.x + r * s.width, static_cast<size_t>(s.width) * sizeof(float));
 }
 
 inline void run_norm(const NormStage& s, int64_t first, int64_t last) {
@@ -109,6 +117,8 @@ inline void run_stage(const Stage& stage, const StepView& step, int64_t first, i
       return round_rows_bf16(stage.round_bf16.x, stage.round_bf16.width, stage.round_bf16.width, stage.round_bf16.pairs, first, last);
     case StageKind::softcap:
       return run_softcap(stage.softcap, first, last);
+    case StageKind::hidden:
+      return run_hidden(stage.hidden, step, first, last);
   }
 }
 

@@ -10,13 +10,13 @@
 
 namespace noria {
 
-enum class StageKind : int32_t { embed, gather, norm, add, gated, head_norm, rope, write_kv, quantize, round_bf16, softcap };
+enum class StageKind : int32_t { embed, gather, norm, add, gated, head_norm, rope, write_kv, quantize, round_bf16, softcap, hidden };
 enum class Activation : int32_t { silu, gelu_tanh };
 
 struct EmbedStage {
   EmbedArgs args;  // ids are the step's tokens
 };
-struct GatherStage {  // y[r] = x[logit_rows[r]]
+struct GatherStage {  // y = the rows of x that logit_rows name, then those that hidden_rows name
   const float* x;
   float* y;
   int64_t width;
@@ -78,6 +78,11 @@ struct SoftcapStage {  // x = cap * tanh(x / cap)
   float cap;
 };
 
+struct HiddenStage {  // the rows behind the logit rows, to where the step's caller wants them
+  const float* x;
+  int64_t width;
+};
+
 struct Stage {
   StageKind kind;
   union {
@@ -92,6 +97,7 @@ struct Stage {
     QuantizeStage quantize;
     RoundStage round_bf16;
     SoftcapStage softcap;
+    HiddenStage hidden;
   };
 };
 

@@ -41,18 +41,22 @@ struct DrawnView {
   int32_t* top_tokens;  // [count, width]
   float* top_logprobs;  // [count, width]
   int64_t width;
+  float* hidden;  // [hidden_count, hidden_width]; null: nobody wants them
+  int64_t hidden_width;
 };
 
 struct StepView {
   int64_t token_count;
   int64_t row_count;
   int64_t logit_count;
+  int64_t hidden_count;
   const int32_t* tokens;                    // [T]
   const int32_t* positions;                 // [T]
   const int32_t* row_offsets;               // [R + 1]
   const int32_t* row_slots;                 // [R]
   const int32_t* token_rows;                // [T] the row of each token
   const int32_t* logit_rows;                // [L]
+  const int32_t* hidden_rows;               // [H] gathered behind the logit rows
   const int32_t* block_tables[kMaxGroups];  // [table_rows, table_width] each
   int64_t group_count;
   int64_t table_rows;

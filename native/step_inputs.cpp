@@ -50,13 +50,15 @@ T* StepArrays::out(nb::handle owner, const char* name, int64_t length) {
 }
 
 void StepArrays::read_inputs(nb::handle inputs, int64_t table_width) {
-  int64_t tokens = kAnyLength, rows = kAnyLength, logits = kAnyLength;
+  int64_t tokens = kAnyLength, rows = kAnyLength, logits = kAnyLength, hidden = kAnyLength;
   view.tokens = static_cast<const int32_t*>(acquire<int32_t>(nb::getattr(inputs, "tokens"), "tokens", tokens, false));
   view.row_slots = static_cast<const int32_t*>(acquire<int32_t>(nb::getattr(inputs, "row_slots"), "row_slots", rows, false));
   view.logit_rows = static_cast<const int32_t*>(acquire<int32_t>(nb::getattr(inputs, "logit_rows"), "logit_rows", logits, false));
+  view.hidden_rows = static_cast<const int32_t*>(acquire<int32_t>(nb::getattr(inputs, "hidden_rows"), "hidden_rows", hidden, false));
   view.token_count = tokens;
   view.row_count = rows;
   view.logit_count = logits;
+  view.hidden_count = hidden;
   view.positions = array<int32_t>(inputs, "positions", tokens);
   view.row_offsets = array<int32_t>(inputs, "row_offsets", rows + 1);
   view.table_width = table_width;
@@ -116,6 +118,11 @@ void StepArrays::read_drawn(nb::handle drawn) {
   d.top_logprobs = out<float>(drawn, "top_logprobs", all);
   d.width = n == 0 ? 0 : all / n;
   if (d.width * n != all) throw nb::type_error("top_tokens is not [draws, width]");
+  if (view.hidden_count == 0) return;
+  int64_t size = kAnyLength;
+  d.hidden = static_cast<float*>(acquire<float>(nb::getattr(drawn, "hidden"), "hidden", size, true));
+  d.hidden_width = size / view.hidden_count;
+  if (d.hidden_width * view.hidden_count != size) throw nb::type_error("hidden is not [hidden rows, width]");
 }
 
 }  // namespace noria

@@ -37,6 +37,11 @@ void Tape::begin_rows(Domain domain) { ops_.push_back({.kind = OpKind::rows, .do
 
 void Tape::add_stage(const Stage& stage) { op_of(OpKind::rows).stages.push_back(stage); }
 
+void Tape::add_hidden(const float* x, int64_t width) {
+  hidden_width_ = width;
+  add_stage({.kind = StageKind::hidden, .hidden = {x, width}});
+}
+
 void Tape::begin_linear(Domain domain, int64_t inputs, const LinearInput& input, const float* bias, float* y, int64_t outputs) {
   LinearArgs args = {};
   args.inputs = inputs;
@@ -97,13 +102,17 @@ void Tape::finish() {
 void Tape::check(const StepView& step) const {
   if (step.token_count > limits_.max_tokens) refuse("more tokens than the executable was built for");
   if (step.row_count > limits_.max_rows) refuse("more rows than the executable was built for");
-  if (step.logit_count > limits_.max_tokens) refuse("more logit rows than tokens");
+  if (step.logit_count + step.hidden_count > limits_.max_tokens) refuse("more logit rows and hidden rows than tokens");
+  if (step.hidden_count > 0 && hidden_width_ == 0) refuse("hidden_rows are wanted of a forward pass that reports no hidden states");
+  if (step.drawn.hidden != nullptr && step.drawn.hidden_width != hidden_width_) refuse("room for hidden states of another width");
   if (step.group_count != static_cast<int64_t>(limits_.windows.size())) refuse("another number of block tables than layer groups");
   for (int64_t t = 0; t < step.token_count; ++t)
     if (step.tokens[t] < 0 || step.tokens[t] >= limits_.vocab)
       refuse("token id " + std::to_string(step.tokens[t]) + " is not in the vocabulary");
   for (int64_t i = 0; i < step.logit_count; ++i)
     if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.token_count) refuse("logit_rows names a token that the step has not");
+  for (int64_t i = 0; i < step.hidden_count; ++i)
+    if (step.hidden_rows[i] < 0 || step.hidden_rows[i] >= step.token_count) refuse("hidden_rows names a token that the step has not");
   check_rows(step);
 }
 
@@ -175,12 +184,14 @@ int64_t Tape::count_linear(LinearArgs& args, int64_t rows) const {
   return kernels_.linear_tile_count(args, pool_->threads());
 }
 
+int64_t Tape::rows_of(Domain domain) const { return domain == Domain::tokens ? step_.token_count : step_.logit_count + step_.hidden_count; }
+
 void Tape::set_sizes() {
   passes = static_cast<uint32_t>(ceil_divide(step_.logit_count, chunk_rows_));
   const int64_t last_chunk = passes == 0 ? 0 : step_.logit_count - (passes - 1) * chunk_rows_;
   for (uint32_t i = 0; i < ops_.size(); ++i) {
     Op& op = ops_[i];
-    const int64_t rows = op.in_loop ? last_chunk : op.domain == Domain::tokens ? step_.token_count : step_.logit_count;
+    const int64_t rows = op.in_loop ? last_chunk : rows_of(op.domain);
     const int64_t full = op.in_loop ? chunk_rows_ : rows;
     switch (op.kind) {
       case OpKind::rows:
@@ -247,7 +258,7 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
   switch (op.kind) {
     case OpKind::rows: {
       const int64_t in_pass = pass + 1 < passes ? chunk_rows_ : step_.logit_count - (passes - 1) * chunk_rows_;
-      const int64_t rows = op.in_loop ? in_pass : op.domain == Domain::tokens ? step_.token_count : step_.logit_count;
+      const int64_t rows = op.in_loop ? in_pass : rows_of(op.domain);
       const int64_t first = tile * op.rows_a_tile;
       return kernels_.run_stages(op.stages.data(), static_cast<int64_t>(op.stages.size()), step_, first,
                                  std::min(first + op.rows_a_tile, rows));
@@ -283,6 +294,8 @@ const char* name_of(StageKind kind) {
       return "embed";
     case StageKind::gather:
       return "gather";
+    case StageKind::hidden:
+      return "hidden";
     case StageKind::norm:
       return "norm";
     case StageKind::add:

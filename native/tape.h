@@ -43,8 +43,9 @@ class Tape final : public Program {
   ~Tape() override;
 
   // -- recording, in order -----------------------------------------------------------------------------------------------------
-  void begin_rows(Domain domain);      // stages follow
-  void add_stage(const Stage& stage);  // to the rows op begun last
+  void begin_rows(Domain domain);                  // stages follow
+  void add_stage(const Stage& stage);              // to the rows op begun last
+  void add_hidden(const float* x, int64_t width);  // a stage: reports the gathered rows behind the logit rows
   void begin_linear(Domain domain, int64_t inputs, const LinearInput& input, const float* bias, float* y, int64_t outputs);
   void add_segment(const LinearSegment& segment);  // to the linear op begun last
   void add_attention(const AttentionArgs& args);
@@ -85,6 +86,7 @@ class Tape final : public Program {
   void find_token_rows(StepView& step);
   void order_draws(const StepView& step);
   void set_sizes();
+  int64_t rows_of(Domain domain) const;
   int64_t count_linear(LinearArgs& args, int64_t rows) const;
   void run_linear(const Op& op, uint32_t pass, uint32_t tile) const;
   void run_draws(uint32_t pass, uint32_t tile, void* scratch) const;
@@ -97,6 +99,7 @@ class Tape final : public Program {
   std::vector<AttentionPlanner> planners_;  // one a shape of attention
   int64_t chunk_rows_ = 1;
   const float* logits_ = nullptr;
+  int64_t hidden_width_ = 0;  // 0: the forward pass reports no hidden states
   bool recording_loop_ = false;
 
   StepView step_ = {};  // of the step that runs

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,6 +57,7 @@ class Row:
         self.new = new
         self.tokens = list(new.tokens)
         self.tables = [list(blocks) for blocks in new.blocks]
+        self.pooled: list[int] = []
 
 
 @dataclass
@@ -158,6 +159,8 @@ class FakeRunner:
             first_scored = planned.prompt_logprobs_from
             if first_scored is not None and position >= first_scored and position + 1 < row.new.prompt_length:
                 prompt_logprobs.append(_logprob(state, row.tokens[position + 1]))
+            if planned.hidden_from is not None and position >= planned.hidden_from:
+                row.pooled.append(state)
             if position >= end - planned.samples and not refuted:
                 tokens.append(self._sample(row, state, position + 1, row.new.stream))
                 logprobs.append(_logprob(state, tokens[-1]))
@@ -167,8 +170,13 @@ class FakeRunner:
             logprobs.append(_logprob(state, tokens[-1]))
         if row.new.params.logprobs is None:
             logprobs = []
+        pooled = planned.hidden_from is not None and end == row.new.prompt_length
         return RowResult(
-            row=planned.row, tokens=tuple(tokens), logprobs=tuple(logprobs), prompt_logprobs=tuple(prompt_logprobs)
+            row=planned.row,
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=tuple(prompt_logprobs),
+            embedding=repr(row.pooled).encode() if pooled else b"",
         )
 
     def _forward(self, row: Row, position: int) -> int:
@@ -278,6 +286,7 @@ def make_request(
     arrival: float = 0.0,
     prediction: tuple[int, ...] = (),
     deadline: float | None = None,
+    pooling: Literal["mean", "last"] | None = None,
     **params: Any,
 ) -> EngineRequest:
     """A request with a new id. `prompt` may be a length; `params` are SamplingParams' (seed 1, greedy)."""
@@ -295,6 +304,7 @@ def make_request(
         arrival=arrival,
         prediction=prediction,
         deadline=deadline,
+        pooling=pooling,
     )
 
 
@@ -307,6 +317,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    embedding: bytes = b""
     cached_tokens: int = 0
     cache_miss: str = ""
     phases: tuple[float, ...] = ()
@@ -316,7 +327,7 @@ class Choice:
     @property
     def content(self) -> tuple[object, ...]:
         """What must not depend on anything but the request."""
-        return self.tokens, self.logprobs, self.prompt_logprobs, self.finish_reason, self.stop_token
+        return self.tokens, self.logprobs, self.prompt_logprobs, self.finish_reason, self.stop_token, self.embedding
 
 
 class Collector:
@@ -338,7 +349,7 @@ class Collector:
                 choice.finish_reason, choice.stop_token = output.finish_reason, output.stop_token
                 choice.cached_tokens, choice.preemptions = output.cached_tokens, output.preemptions
                 choice.predicted_tokens = output.predicted_tokens
-                choice.phases, choice.cache_miss = output.phases, output.cache_miss
+                choice.phases, choice.cache_miss, choice.embedding = output.phases, output.cache_miss, output.embedding
                 assert not output.phases or len(output.phases) == len(Phase)
 
     def of(self, request: EngineRequest, index: int = 0) -> Choice:

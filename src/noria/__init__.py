@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from noria.async_engine import AsyncEngine
     from noria.core.engine import Engine
-    from noria.llm import LLM, CompletionOutput, RequestOutput
+    from noria.llm import LLM, BeamSearchParams, CompletionOutput, RequestOutput
     from noria.types import SamplingParams
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Engine", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "CompletionOutput", "Engine", "RequestOutput", "SamplingParams"]
 
 _MODULES = {
     "LLM": "noria.llm",
     "RequestOutput": "noria.llm",
     "CompletionOutput": "noria.llm",
+    "BeamSearchParams": "noria.llm",
     "SamplingParams": "noria.types",
     "Engine": "noria.core.engine",
     "AsyncEngine": "noria.async_engine",

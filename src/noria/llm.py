@@ -13,18 +13,23 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from noria.assembly import build_engine
 from noria.config import EngineConfig
 from noria.server.answer import Answer, Delta, engine_request, merge
+from noria.server.beams import BeamSearch, check_beams
+from noria.server.embedder import EMBED, Pooling, check_length, unit_vector
 from noria.server.loading import load_text
 from noria.server.validate import check_params, check_token
 from noria.text.chat import encode_chat
 from noria.text.tokenizer import Tokenizer
-from noria.types import ConfigError, NoriaError, RequestError, SamplingParams, TokenLogprobs
+from noria.types import ConfigError, EngineRequest, NoriaError, RequestError, SamplingParams, TokenLogprobs
 from noria.weights.hub import cache_directory
 
 if TYPE_CHECKING:
@@ -71,6 +76,18 @@ class RequestOutput:
     seed: int | None = None  # repeats a sampled answer
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """As Hugging Face's `generate`: a beam's score is the sum of its log probabilities over length ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     """The settings of an engine from keywords. Raises ConfigError naming what is wrong."""
     try:
@@ -94,6 +111,7 @@ class LLM:
         self.max_model_len = built.engine.max_model_len
         self._template = text.template
         self._vocab_size = built.spec.vocab_size
+        self._hidden_size = built.spec.hidden_size
         self._eos_ids = tuple(dict.fromkeys((*built.eos_ids, *text.tokenizer.eos_ids)))
         self._engine = built.engine
         self._most_open = AHEAD * config.max_num_seqs
@@ -150,6 +168,62 @@ class LLM:
         for _, delta in self._run([self._answer(tuple(ids), sampling_params or SamplingParams(max_tokens=None), None)]):
             yield delta.text
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The `beam_width` best continuations of each prompt, best first. Raises RequestError as `generate`."""
+        sampling = SamplingParams(
+            n=params.beam_width,
+            max_tokens=params.max_tokens,
+            temperature=0.0,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=params.stop_token_ids,
+            logprobs=params.logprobs,
+        )
+        texts = _listed(prompts)
+        answers = [self._answer(self._ids(text), sampling, text if isinstance(text, str) else None) for text in texts]
+        for answer in answers:
+            check_beams(sampling, answer.request.stop_ids, params.length_penalty)
+        searches = {
+            answer: BeamSearch(answer.request, max_model_len=self.max_model_len, length_penalty=params.length_penalty)
+            for answer in answers
+        }
+        while live := [search for search in searches.values() if not search.done]:
+            rounds = [[self._answer(ids, asked, None) for ids, asked in search.requests()] for search in live]
+            entries = {answer: delta.logprobs[0] for answer, delta in self._run(chain(*rounds)) if delta.logprobs}
+            for search, answered in zip(live, rounds, strict=True):
+                search.advance([entries[answer] for answer in answered])
+        made = [
+            [[delta] for output in search.outputs(None, 0, ()) if (delta := answer.take(output)) is not None]
+            for answer, search in searches.items()
+        ]
+        return [request_output(self.tokenizer, answer, deltas) for answer, deltas in zip(answers, made, strict=True)]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> npt.NDArray[np.float32]:
+        """[prompts, hidden size or `dimensions`]: pooled final hidden states, each row of length 1.
+
+        "mean" is over all tokens of a prompt, "last" is the last one's. Raises RequestError as `generate`.
+        """
+        if dimensions is not None and not 1 <= dimensions <= self._hidden_size:
+            raise RequestError(f"dimensions must be 1 to {self._hidden_size}, the model's hidden size", param="dimensions")
+        answers = []
+        for prompt in _listed(prompts):
+            ids = self._ids(prompt, parse_special=False)
+            check_length(ids, self.max_model_len, "prompt")
+            self._next_id += 1
+            request = EngineRequest(
+                request_id=self._next_id, prompt=ids, params=EMBED, arrival=time.monotonic(), pooling=pooling
+            )
+            answers.append(Answer(self.tokenizer, request))
+        for _ in _with_progress(self._run(answers), answers, show=use_tqdm):
+            pass
+        return np.stack([np.frombuffer(unit_vector(answer.embedding, dimensions), "<f4") for answer in answers])
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can work: base models have no template."""
@@ -165,10 +239,10 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def _ids(self, prompt: Prompt, *, parse_special: bool = True) -> tuple[int, ...]:
         if isinstance(prompt, str):
             encode = self.tokenizer.encode
-            return tuple(encode(prompt, add_special_tokens=True, parse_special=True, max_tokens=self.max_model_len))
+            return tuple(encode(prompt, add_special_tokens=True, parse_special=parse_special, max_tokens=self.max_model_len))
         for token in (min(prompt, default=0), max(prompt, default=0)):
             check_token("prompt", token, self._vocab_size)
         return tuple(prompt)
@@ -250,17 +324,19 @@ def _completion(tokenizer: Tokenizer, index: int, deltas: Sequence[Delta], param
         index=index,
         text=whole.text,
         token_ids=whole.tokens,
-        logprobs=[_logprobs(tokenizer, entry) for entry in whole.logprobs] if asked else None,
+        logprobs=[_logprobs(tokenizer, entry, ranked=not params.logprob_token_ids) for entry in whole.logprobs]
+        if asked
+        else None,
         cumulative_logprob=sum(entry.logprob for entry in whole.logprobs) if asked else None,
         finish_reason=None if whole.finish_reason is None else whole.finish_reason.value,
         stop_reason=whole.stop_reason,
     )
 
 
-def _logprobs(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """{id: Logprob} of a position: the most likely tokens in their order, and the token itself."""
+def _logprobs(tokenizer: Tokenizer, entry: TokenLogprobs, *, ranked: bool = True) -> dict[int, Logprob]:
+    """{id: Logprob} of a position: the most likely tokens in their order (or named ones, not ranked), and the token itself."""
     found = {
-        token: Logprob(logprob, rank, tokenizer.token_text(token))
+        token: Logprob(logprob, rank if ranked else None, tokenizer.token_text(token))
         for rank, (token, logprob) in enumerate(zip(entry.top_tokens, entry.top_logprobs, strict=True), 1)
     }
     found.setdefault(entry.token, Logprob(entry.logprob, None, tokenizer.token_text(entry.token)))

@@ -77,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: none; k: of the sampled token and of the k most likely
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: those of these tokens are told, not of the most likely ones
     structured_output: StructuredOutput | None = None
 
     @property
@@ -89,7 +90,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     token: int
     logprob: float
-    top_tokens: tuple[int, ...] = ()  # most likely first; ties by lower id
+    top_tokens: tuple[int, ...] = ()  # most likely first, ties by lower id; or `logprob_token_ids`, in their order
     top_logprobs: tuple[float, ...] = ()
 
 
@@ -119,6 +120,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0  # time.monotonic() of the shell that received it
     prediction: tuple[int, ...] = ()  # what the output may be: where it is, tokens are made several at a time
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
+    pooling: Literal["mean", "last"] | None = None  # embed the prompt; needs max_tokens 0
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -129,6 +131,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt[1:], with the first output of choice 0
+    embedding: bytes = b""  # of a request with `pooling`: little-endian float32 [hidden size], not normalised
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the id that ended the choice, if one did
     error: str | None = None

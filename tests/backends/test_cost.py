@@ -68,6 +68,20 @@ def test_weights_are_read_once_a_step(loaded: tiny.Loaded) -> None:
     assert one.by_op["linear"][1] < 1.2 * sum(w.nbytes for w in weights)
 
 
+def test_hidden_states_cost_no_logits(loaded: tiny.Loaded) -> None:
+    """Red when a prompt that is embedded is charged for the head, or not for the layers behind the last attention."""
+    machine, executable = costed(loaded)
+    machine.take(0, list(range(10)))
+    embedded = inputs(machine, PlanRow(row=0, start=0, count=10, tokens=(), hidden_from=0))
+    scored = inputs(machine, PlanRow(row=0, start=0, count=10, tokens=(), prompt_logprobs_from=0, samples=1))
+    cost, other = executable.cost(embedded), executable.cost(scored)
+    assert cost.by_op["logits"] == (0, 0)
+    assert cost.by_op["linear"] == other.by_op["linear"]
+    assert cost.by_op["hidden"] == (0, 10 * 2 * 4 * loaded.spec.hidden_size)
+    assert other.by_op["hidden"] == (0, 0)
+    assert executable.run(embedded).hidden.shape == (10, loaded.spec.hidden_size)
+
+
 def test_attention_counts_keys_in_reach(tmp_path: Path) -> None:
     """Red when the window is ignored, or a chunk's queries are each charged for reading the keys."""
     machine, executable = costed(tiny.load(tiny.gemma(), tmp_path))

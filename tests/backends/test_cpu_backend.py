@@ -326,6 +326,10 @@ BROKEN: dict[str, tuple[Callable[[Ops, Weights], Handle], str]] = {
     "norm": (lambda o, w: o.rms_norm(o.embed(w.linear("embed"), 1.0), w.vector("0.bias"), EPS)[0], "64 values where 128"),
     "no-logits": (lambda o, w: o.embed(w.linear("embed"), 1.0), "must return what `logits` returned"),
     "not-gathered": (lambda o, w: o.logits(o.embed(w.linear("embed"), 1.0), w.linear("head"), 0.0), "gather_logit_rows"),
+    "hidden-not-gathered": (
+        lambda o, w: _finish(o, w, o.hidden_states(o.embed(w.linear("embed"), 1.0)) or o.embed(w.linear("embed"), 1.0)),
+        "hidden_states: gather_logit_rows",
+    ),
     "vocabulary": (
         lambda o, w: o.logits(o.gather_logit_rows(o.embed(w.linear("embed"), 1.0)), w.linear("0.q"), 0.0),
         "64 values where 100",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -95,6 +95,50 @@ def test_max_tokens_zero_scores_the_prompt_and_samples_nothing(depth: int, n: in
     assert scores is not None
     assert [score.token for score in scores] == list(request.prompt[1:])
     assert engine.stats().prompt_tokens == 100
+
+
+@DEPTHS
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_is_of_the_prompt_alone(depth: int, pooling: Literal["mean", "last"]) -> None:
+    """Red when a chunk, a cache hit or a preemption drops or repeats a position, or a prompt that is embedded samples."""
+    engine, _ = make_engine((FULL,), 20, async_depth=depth, max_num_batched_tokens=24, max_model_len=160)
+    first, again = (make_request([3] * 100, pooling=pooling, max_tokens=0) for _ in range(2))
+    longer = make_request([3] * 75 + [4] * 20, pooling=pooling, max_tokens=0)
+    others = [make_request([i] * 20, max_tokens=60) for i in range(3)]
+    collector = run(engine, *others, first, again, longer)
+    for request in (first, again, longer):
+        choice = collector.of(request)
+        assert choice.content == alone(request, (FULL,), engine.max_model_len)[0].content
+        assert (choice.tokens, choice.finish_reason) == ((), FinishReason.LENGTH)
+        assert choice.embedding
+    assert sum(collector.of(r).cached_tokens for r in (again, longer)) == (0 if pooling == "mean" else 96 + 64)
+    assert engine.stats().kv_usage == 0
+
+
+@DEPTHS
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_survives_a_preemption(depth: int, pooling: Literal["mean", "last"]) -> None:
+    """Red when a sum that was cut short goes on behind the blocks that stayed cached."""
+    engine, _ = make_engine(async_depth=depth, max_num_batched_tokens=20)
+    request = make_request([3] * 100, pooling=pooling, max_tokens=0)
+    engine.add(request)
+    for _ in range(3):
+        engine.step()
+    (sequence,) = engine.scheduler.running
+    engine.scheduler._preempt(sequence, engine._clock())
+    collector = Collector()
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.audit()
+    choice = collector.of(request)
+    assert choice.preemptions == 1
+    assert choice.content == alone(request, (FULL,), engine.max_model_len)[0].content
+
+
+def test_a_prompt_that_is_embedded_generates_nothing() -> None:
+    """Red when a shell's mistake would make an engine sample behind an embedding."""
+    with pytest.raises(ValueError, match="pooling"):
+        make_engine()[0].add(make_request(5, pooling="mean", max_tokens=3))
 
 
 @DEPTHS

@@ -276,9 +276,11 @@ def test_crowded_engine(kind: str, depth: int, policy: str) -> None:
         while len(requests) < 40 or engine.has_work:
             if len(requests) < 40 and len(engine.queue) < 12:
                 prompt = TREE[random.randrange(2)][: random.randrange(70)] + [random.randrange(50)] * random.randint(1, 9)
+                pooling = random.choice([None, None, None, None, None, "mean", "last"])
                 request = make_request(
                     prompt,
-                    max_tokens=random.randint(1, 60),
+                    pooling=pooling,
+                    max_tokens=0 if pooling else random.randint(1, 60),
                     n=random.choice([1, 1, 1, 3]),
                     temperature=1.0,
                     priority=random.randint(0, 2),

@@ -1,8 +1,8 @@
 """The numerics contract: what a request gets is a function of its own prefix, to the last bit.
 
-Three needle requests are run alone, and then inside random traffic: other requests before, beside and after them, some with
+Five needle requests are run alone, and then inside random traffic: other requests before, beside and after them, some with
 the same prefix; random token budgets and chunk limits; prefix hits; pools so small that sequences are preempted; one to three
-threads; every instruction-set tier; steps planned ahead or not. Every token and every logprob must be equal, with ==.
+threads; every instruction-set tier; steps planned ahead or not. Every token, logprob and embedding must be equal, with ==.
 
 The control runs the same trials on the torch backend, whose matrix products choose their order of summation by the batch. It
 must fail: otherwise these tests could not.
@@ -63,6 +63,7 @@ class Transcript:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    embedding: bytes = b""
     reason: FinishReason | None = None
 
 
@@ -78,6 +79,7 @@ def prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 
 
 _RNG = random.Random(0)
+EMBED = SamplingParams(max_tokens=0, seed=0)
 SHARED = prompt(_RNG, 300)
 
 
@@ -91,7 +93,7 @@ class Scale:
 
 
 def scale(max_len: int, shared: int, tail: int) -> Scale:
-    """Three needles: greedy; sampled with filters and a penalty; two choices with prompt logprobs."""
+    """Five needles: greedy; sampled with filters and a penalty; two choices with prompt logprobs; two embeddings."""
     start = SHARED[:shared]
     needles = (
         EngineRequest(
@@ -111,6 +113,8 @@ def scale(max_len: int, shared: int, tail: int) -> Scale:
             prompt=start[: shared // 2] + prompt(_RNG, tail + 12),
             params=SamplingParams(n=2, temperature=1.0, max_tokens=30, logprobs=2, prompt_logprobs=1, seed=9),
         ),
+        EngineRequest(request_id=4, prompt=start + prompt(_RNG, tail), params=EMBED, pooling="mean"),
+        EngineRequest(request_id=5, prompt=start + prompt(_RNG, tail), params=EMBED, pooling="last"),
     )
     return Scale(max_len, shared, needles)
 
@@ -139,8 +143,10 @@ def circumstances(trial: int, tiers: Sequence[str], size: Scale = SHORT, **fixed
                 priority=rng.choice((0, 0, 9)),
             )
         )
-    needles = [msgspec.structs.replace(needle, priority=rng.choice((0, 9, 9))) for needle in size.needles]
+    generating, embedding = size.needles[:3], size.needles[3:]
+    needles = [msgspec.structs.replace(needle, priority=rng.choice((0, 9, 9))) for needle in generating]
     arrivals = [(rng.randrange(40), request) for request in (*others, *needles)]
+    arrivals += [(2 * trial, msgspec.structs.replace(needle, priority=9)) for needle in embedding]
     return Circumstances(
         max_len=size.max_len,
         pool=rng.choice((1.02, 1.1, 1.3, 3.0)),
@@ -172,6 +178,7 @@ def run(loaded: tiny.Loaded, make_backend: Callable[[Circumstances], Backend], g
             transcript = result.transcripts.setdefault((output.request_id, output.index), Transcript())
             transcript.tokens += output.tokens
             transcript.logprobs += output.logprobs
+            transcript.embedding += output.embedding
             if output.prompt_logprobs is not None:
                 transcript.prompt_logprobs = output.prompt_logprobs
             if output.finish_reason is not None:
@@ -232,8 +239,8 @@ def alone(
     for needle in size.needles:
         given = Circumstances(max_len=size.max_len, budget=size.max_len, arrivals=((0, needle),), **fixed)
         transcripts |= run(loaded, make_backend, given).transcripts
-    assert set(transcripts) == {(1, 0), (2, 0), (3, 0), (3, 1)}
-    assert all(t.logprobs and t.reason is FinishReason.LENGTH for t in transcripts.values())
+    assert set(transcripts) == {(1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (5, 0)}
+    assert all(bool(t.logprobs) != bool(t.embedding) and t.reason is FinishReason.LENGTH for t in transcripts.values())
     assert len(transcripts[3, 0].prompt_logprobs or ()) == len(size.needles[2].prompt) - 1
     return transcripts
 

@@ -192,7 +192,7 @@ def test_rows_with_a_common_prefix(name: str, threads: int, tier: str) -> None:
     for row, tail in enumerate(tails):
         if len(tail) > 1 and row != 5:
             rig.step([Row(row, common, len(tail) - 1)], [tail[:-1]])
-    decoding = [row for row in (3, 0, 8, 1, 2, 4, 6, 7)]
+    decoding = [3, 0, 8, 1, 2, 4, 6, 7]
     outs = rig.step([Row(r, common + len(tails[r]) - 1, 1) for r in decoding], [tails[r][-1:] for r in decoding])
     for row, out in zip(decoding, outs, strict=True):
         whole = np.concatenate([prefix, tails[row]])

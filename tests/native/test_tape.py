@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ VOCAB, WIDTH, TOKENS = 70, 32, 40
 
 
 class LogitsTape:
-    """embed, gather, logits, draw over f32 weights, `chunk_rows` logit rows at a time."""
+    """embed, gather, hidden states, logits, draw over f32 weights, `chunk_rows` logit rows at a time."""
 
-    def __init__(self, chunk_rows: int, threads: int = 2) -> None:
+    def __init__(self, chunk_rows: int, threads: int = 2, hidden: bool = True) -> None:
         values = np.random.default_rng(0).standard_normal((VOCAB, WIDTH)).astype(np.float32)
         padded = np.zeros((96, WIDTH), np.float32)
         padded[:VOCAB] = values
@@ -44,6 +45,8 @@ class LogitsTape:
         tape.embed(**matrix, scale=1.0, y=address(self.x))
         tape.begin_rows(logits=True)
         tape.gather(x=address(self.x), y=address(self.gathered), width=WIDTH)
+        if hidden:
+            tape.hidden(x=address(self.gathered), width=WIDTH)
         tape.begin_logits(chunk_rows)
         tape.begin_linear(
             logits=True,
@@ -59,6 +62,7 @@ class LogitsTape:
         tape.segment(**matrix, first_column=0)
         tape.draw(address(self.chunk))
         tape.finish()
+        self.values = values
         self.expected = values.astype(np.float64) @ values.T.astype(np.float64)  # row: token
 
     def step(self, count: int, logit_rows: list[int], drawn: list[dict[str, Any]] | None = None) -> StepInputs:
@@ -82,6 +86,39 @@ def test_tiles_of_logit_rows(chunk_rows: int) -> None:
         drawn = results(len(rows))
         tape.tape.run(tape.step(count, rows, [{"logit_row": i} for i in reversed(range(len(rows)))]), drawn, 0)
         assert drawn.token.tolist() == logits.argmax(axis=1).tolist()[::-1]
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 40])
+@pytest.mark.parametrize(
+    ("logit_rows", "hidden_rows"), [([], range(40)), ([7], [39, 0, 8]), (range(20), range(20, 40)), ([3, 4], [])]
+)
+def test_hidden_states_come_from_behind_the_logit_rows(
+    chunk_rows: int, logit_rows: Sequence[int], hidden_rows: Sequence[int]
+) -> None:
+    """Red when a row that is only embedded gets logits, a logit row is taken for a hidden state, or either moves the other."""
+    tape = LogitsTape(chunk_rows)
+    step = tape.step(40, list(logit_rows), [{"logit_row": i} for i in range(len(logit_rows))])
+    step.hidden_rows = np.array(hidden_rows, np.int32)
+    drawn = results(len(logit_rows))
+    drawn.hidden = np.full((len(hidden_rows), WIDTH), np.nan, np.float32)
+    tape.tape.run(step, drawn, 0)
+    assert same_bits(drawn.hidden, tape.values[list(hidden_rows)])
+    assert drawn.token.tolist() == tape.expected[list(logit_rows)].argmax(axis=1).tolist()
+    assert np.allclose(tape.all_logits(step), tape.expected[list(logit_rows)], atol=1e-4)
+
+
+def test_hidden_states_that_have_no_place_are_refused() -> None:
+    """Red when the kernel writes past what the caller made room for, or a pass without hidden states answers with garbage."""
+    step = LogitsTape(8).step(40, [1])
+    step.hidden_rows = np.array([2, 3], np.int32)
+    drawn = results(0)
+    for shape, message in (((2, WIDTH + 1), "another width"), ((1, WIDTH + 1), "hidden is not")):
+        drawn.hidden = np.zeros(shape, np.float32)
+        with pytest.raises((ValueError, TypeError), match=message):
+            LogitsTape(8).tape.run(step, drawn, 0)
+    drawn.hidden = np.zeros((2, WIDTH), np.float32)
+    with pytest.raises(ValueError, match="no hidden states"):
+        LogitsTape(8, hidden=False).tape.run(step, drawn, 0)
 
 
 def test_many_draws_of_one_row_and_none_of_another() -> None:
@@ -108,6 +145,8 @@ def test_a_refused_step_leaves_the_tape_usable() -> None:
         ({"positions": np.zeros(40, np.int32)}, ValueError, "ascend"),
         ({"row_offsets": np.array([0, 39], np.int32)}, ValueError, "cover"),
         ({"logit_rows": np.array([40], np.int32)}, ValueError, "logit_rows"),
+        ({"hidden_rows": np.array([0], np.int32)}, ValueError, "more logit rows and hidden rows"),
+        ({"logit_rows": np.array([0], np.int32), "hidden_rows": np.array([-1], np.int32)}, ValueError, "hidden_rows"),
         ({"block_tables": ()}, ValueError, "block tables"),
         ({"block_tables": (np.ones((4, 3), np.int32),)}, TypeError, "width"),
     ]
@@ -125,5 +164,5 @@ def test_the_profile_names_every_op() -> None:
     tape.tape.set_profiling(True)
     tape.all_logits(tape.step(40, list(range(40))))
     labels, seconds = tape.tape.labels(), tape.tape.seconds()
-    assert labels == ["rows embed", "rows gather", "linear 32 > 70", "draw"]
+    assert labels == ["rows embed", "rows gather+hidden", "linear 32 > 70", "draw"]
     assert all(s > 0 for s in seconds)

@@ -105,6 +105,67 @@ def test_prompt_tokens_are_scored_up_to_the_last_one() -> None:
     assert [(d.first, d.scored, d.sampled) for d in draws.rows] == [(0, 2, 1)]
 
 
+def test_named_tokens_are_scored_beside_each_sampled_one() -> None:
+    """Red when a named token is scored from another position's logits, is penalised, or reaches another row's answer."""
+    plain = new_row(1, logprobs=1)
+    rows = make_rows(new_row(0, logprobs=0, logprob_token_ids=(30, 40), repetition_penalty=2.0), plain)
+    plan = (
+        PlanRow(row=0, start=2, count=2, tokens=(), samples=2),
+        PlanRow(row=1, start=0, count=4, tokens=(), samples=1, streams=(1,)),
+    )
+    inputs, draws = build(rows, *plan)
+    assert inputs.draws.target.tolist() == [-1, -1, 30, 40, 30, 40, -1, -1]
+    assert inputs.draws.logit_row.tolist() == [0, 1, 0, 0, 1, 1, 2, 2]
+    assert inputs.draws.num_top.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert [lists_of(inputs.draws, "history", "tokens", d) for d in (2, 5)] == [[], []]
+    drawn = Drawn(
+        token=np.array([7, 8, 30, 40, 30, 40, 9, 6], np.int32),
+        logprob=-np.arange(8, dtype=np.float32),
+        top_tokens=np.full((8, 1), 9, np.int32),
+        top_logprobs=np.full((8, 1), -6.0, np.float32),
+    )
+    named, other = row_results(StepPlan(step=0, rows=plan), draws, drawn, rows)
+    assert named.tokens == (7, 8)
+    assert named.logprobs == (TokenLogprobs(7, 0.0, (30, 40), (-2.0, -3.0)), TokenLogprobs(8, -1.0, (30, 40), (-4.0, -5.0)))
+    assert other.logprobs == (TokenLogprobs(9, -6.0, (9,), (-6.0,)), TokenLogprobs(6, -7.0, (9,), (-6.0,)))
+
+
+def test_hidden_states_are_averaged_over_chunks() -> None:
+    """Red when a row takes another row's hidden states, the mean depends on the chunks, or a row's last owner is in it."""
+    states = np.random.default_rng(0).standard_normal((10, 5)).astype(np.float32)
+    other = np.full((1, 5), 9.0, np.float32)
+
+    def pooled(sizes: list[int]) -> bytes:
+        rows = make_rows(new_row(0, tuple(range(10))), new_row(1))
+        rows.pool(0, states[:3], 3)
+        rows.free(0)
+        rows.take(new_row(0, tuple(range(10))))
+        start = 0
+        for size in sizes:
+            plan = StepPlan(
+                step=0,
+                rows=(
+                    PlanRow(row=1, start=3, count=1, tokens=(), hidden_from=3),
+                    PlanRow(row=0, start=start, count=size, tokens=(), hidden_from=start),
+                ),
+            )
+            inputs, draws = step_inputs(plan, rows)
+            assert inputs.hidden_rows.tolist() == [0, *range(1, size + 1)]
+            assert inputs.logit_rows.tolist() == []
+            empty = np.zeros(0, np.float32)
+            hidden = np.concatenate([other, states[start : start + size]])
+            drawn = Drawn(empty.astype(np.int32), empty, np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), hidden)
+            results = row_results(plan, draws, drawn, rows)
+            assert results[0].embedding == other.astype("<f4").tobytes()
+            start += size
+            assert (results[1].embedding != b"") == (start == 10)
+        return results[1].embedding
+
+    whole = pooled([10])
+    assert pooled([1] * 10) == pooled([3, 4, 3]) == whole
+    np.testing.assert_allclose(np.frombuffer(whole, "<f4"), states.mean(axis=0), rtol=1e-5)
+
+
 def lists_of(draws: Any, name: str, part: str, d: int) -> list[Any]:
     offsets = getattr(draws, f"{name}_offsets")
     values: list[Any] = getattr(draws, f"{name}_{part}")[offsets[d] : offsets[d + 1]].tolist()

@@ -106,7 +106,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
     ("prediction", {"type": "content"}),
-    ("use_beam_search", True),
     ("logits_processors", ["x"]),
     ("bad_words", ["x"]),
     ("allowed_token_ids", [1]),

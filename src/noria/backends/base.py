@@ -3,14 +3,15 @@
 Model code calls these methods once, in order, with opaque handles; it never sees a device, a weight format, a batch size or
 an adapter. A backend may run each op at once (torch) or record it and replay the tape every step (cpu).
 
-Two row domains: TOKENS, all tokens of the step, and, after `gather_logit_rows`, LOGITS, the positions whose logits are wanted.
+Two row domains: TOKENS, all tokens of the step, and, after `gather_logit_rows`, LOGITS, the positions whose logits are wanted
+and, behind them, those of which only the final hidden state is.
 Activations are float32 [rows, width].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NewType, Protocol
 
 import numpy as np
@@ -84,7 +85,8 @@ class StepInputs:
     row_offsets               [R + 1]  tokens of row r are [row_offsets[r], row_offsets[r + 1])
     row_slots                 [R]      index of row r in `block_tables`
     block_tables              [groups][max_num_seqs, max_blocks_per_row]  block ids by absolute block index
-    logit_rows                [L]      indices into [0, T): positions whose hidden state is wanted, ascending
+    logit_rows                [L]      indices into [0, T): positions whose logits are wanted, ascending
+    hidden_rows               [H]      indices into [0, T): positions whose final hidden state is wanted; L + H <= max_tokens
     draws                     structured array, one a token to be drawn or scored: see runner.draws.DRAW
     """
 
@@ -95,6 +97,7 @@ class StepInputs:
     block_tables: tuple[npt.NDArray[np.int32], ...]
     logit_rows: npt.NDArray[np.int32]
     draws: Draws
+    hidden_rows: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass
@@ -145,6 +148,7 @@ class Drawn:
     logprob: npt.NDArray[np.float32]  # [D]; 0 where num_top is -1
     top_tokens: npt.NDArray[np.int32]  # [D, max num_top], most likely first, ties by lower id; -1 beyond num_top
     top_logprobs: npt.NDArray[np.float32]
+    hidden: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [H, hidden size]
 
 
 class Ops(Protocol):
@@ -177,10 +181,16 @@ class Ops(Protocol):
         """x + y, in place on x."""
 
     def gather_logit_rows(self, x: Handle) -> Handle:
-        """TOKENS -> LOGITS: the rows named by StepInputs.logit_rows."""
+        """TOKENS -> LOGITS: the rows named by StepInputs.logit_rows, then those named by StepInputs.hidden_rows."""
+
+    def hidden_states(self, x: Handle) -> None:
+        """Report x of the rows named by StepInputs.hidden_rows, as Drawn.hidden. At most once, before `logits`."""
 
     def logits(self, x: Handle, weight: LinearWeight, softcap: float) -> Handle:
-        """[L, vocab]; processed in tiles of rows and reduced by the step's draws, so that [L, vocab] need not exist at once."""
+        """[L, vocab], of the rows named by StepInputs.logit_rows.
+
+        Processed in tiles of rows and reduced by the step's draws, so that [L, vocab] need not exist at once.
+        """
 
 
 class Executable(Protocol):

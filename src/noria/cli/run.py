@@ -115,7 +115,6 @@ async def _answer(openai: OpenAI, number: int, line: bytes) -> dict[str, Any]:
     import secrets
 
     from noria.server.errors import error_object
-    from noria.server.generation import Generation
     from noria.server.openai import GENERATION_BODIES
     from noria.server.requests import parse_json
 
@@ -137,7 +136,7 @@ async def _answer(openai: OpenAI, number: int, line: bytes) -> dict[str, Any]:
         if body.get("stream"):
             raise RequestError("a batch cannot stream; leave stream out", param="stream")
         served, call = await openai.prepare(_dumps(body), kind)
-        status, content = 200, await openai.collect(served, call, Generation(served.client, served.metrics, call.answers))
+        status, content = 200, await openai.collect(served, call)
     except RequestError as error:
         status, content = error.status, error_object(error)
     answer["response"] = {"status_code": status, "request_id": request_id, "body": content}

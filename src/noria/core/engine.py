@@ -151,6 +151,8 @@ class Engine:
             raise RequestError("the server is shutting down: send the request to another one", code="draining", status=503)
         if request.request_id in self.records or request.params.seed is None:
             raise ValueError("a request needs an id that is not in use and a seed: both are the shell's to choose")
+        if request.pooling is not None and request.params.max_tokens != 0:
+            raise ValueError("a request with pooling generates nothing: its max_tokens is 0")
         self._check_prompt(request)
         self.queue.check_room(len(self.scheduler.free_rows))
         now = self._clock()
@@ -299,7 +301,7 @@ class Engine:
                 elif entry.samples:
                     outputs.append(self._accept(sequence, row.tokens[0], row.logprobs, now))
                 elif entry.end == sequence.limit:  # max_tokens is 0: a prompt to be scored, not continued
-                    self._finish_scored(sequence, now)
+                    self._finish_scored(sequence, row.embedding, now)
             if sequence.state is not State.RUNNING:
                 scheduler.settle(sequence)
 
@@ -408,11 +410,12 @@ class Engine:
             predicted_tokens=self.speculator.foreseen(sequence),
         )
 
-    def _finish_scored(self, sequence: Sequence, now: float) -> None:
+    def _finish_scored(self, sequence: Sequence, embedding: bytes, now: float) -> None:
         """End all choices of a request with max_tokens 0: they differ in nothing."""
         self._prompt_tokens += sequence.prompt_length
         first, *others = self._end(sequence.request.request_id, FinishReason.LENGTH, now)
-        self._outputs += [msgspec.structs.replace(first, prompt_logprobs=_scores(sequence)), *others]
+        first = msgspec.structs.replace(first, prompt_logprobs=_scores(sequence), embedding=embedding)
+        self._outputs += [first, *others]
 
     def _end(self, request_id: int, reason: FinishReason, now: float, only: int | None = None) -> list[SequenceOutput]:
         """End all open choices of a request, or only one: their terminal outputs."""

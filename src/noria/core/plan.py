@@ -48,6 +48,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     samples: int = 0  # 0: nothing sampled (an inner chunk of a prompt); k: a token behind the chunk and k - 1 drafts before it
     streams: tuple[int, ...] = ()  # more choices drawn from the last position (n > 1): one further token for each stream
     prompt_logprobs_from: int | None = None  # positions >= this in the chunk report the logprob of the next prompt token
+    hidden_from: int | None = None  # final hidden states of positions >= this in the chunk join the row's mean
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +77,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # beside `tokens`, if the row's params ask
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the chunk's positions from prompt_logprobs_from on
+    embedding: bytes = b""  # with the end of the prompt: the mean over all `hidden_from` positions, little-endian float32
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

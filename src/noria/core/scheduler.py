@@ -273,6 +273,7 @@ class Scheduler:
                     samples=samples,
                     streams=streams,
                     prompt_logprobs_from=_prompt_logprobs_from(sequence, start, end) if sequence.unscored else None,
+                    hidden_from=_hidden_from(sequence, start, end) if sequence.request.pooling else None,
                 )
             )
             entries.append(Entry(sequence, count, end, samples, streams))
@@ -466,3 +467,10 @@ def _prompt_logprobs_from(sequence: Sequence, start: int, end: int) -> int | Non
     """The first position of the chunk whose next prompt token is still to be scored; None: there is none."""
     first = max(start, len(sequence.prompt_logprobs))
     return first if first < min(end, sequence.prompt_length - 1) else None
+
+
+def _hidden_from(sequence: Sequence, start: int, end: int) -> int | None:
+    """The first position of the chunk whose hidden state is pooled; None: there is none."""
+    if sequence.unpooled:
+        return start
+    return end - 1 if end == sequence.prompt_length else None

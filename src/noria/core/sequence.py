@@ -59,6 +59,7 @@ class Sequence:
         "state",
         "streams",
         "tokens",
+        "unpooled",
         "unscored",
     )
 
@@ -88,6 +89,7 @@ class Sequence:
         self.blocked_on: bytes | None = None  # the key of a block that a running sequence is computing for us too
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt[1:], as far as they are back
         self.unscored = params.prompt_logprobs is not None and self.prompt_length > 1  # prompt tokens are to be scored
+        self.unpooled = request.pooling == "mean"  # every position's hidden state is still to be seen
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: not admitted yet
         self.cache_miss = ""  # why no more were found
         self.preemptions = 0
@@ -120,6 +122,8 @@ class Sequence:
         most = len(self.tokens) - 1
         if self.unscored:
             most = min(most, len(self.prompt_logprobs))
+        if self.unpooled:
+            most = 0  # a sum that a preemption cut short begins again
         return most // BLOCK_SIZE
 
     def __repr__(self) -> str:

@@ -122,7 +122,7 @@ def attention_specs(spec: ModelSpec) -> tuple[AttentionSpec, ...]:
 
 
 def forward(ops: Ops, spec: ModelSpec, weights: Mapping[str, Weight]) -> Handle:
-    """Run the decoder once over the step's tokens. Returns the logits of the wanted positions."""
+    """Run the decoder once over the step's tokens: the logits of the wanted positions. Hidden states are after the norm."""
 
     def matrix(name: str) -> LinearWeight:
         weight = weights[name]
@@ -159,4 +159,5 @@ def forward(ops: Ops, spec: ModelSpec, weights: Mapping[str, Weight]) -> Handle:
         if spec.post_norms:
             x, _ = norm(x, f"{here}post_mlp_norm")
     normed, _ = norm(x, "norm", residual)
+    ops.hidden_states(normed)
     return ops.logits(normed, matrix("head"), spec.logit_softcap)

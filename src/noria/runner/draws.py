@@ -1,12 +1,15 @@
 """Draws: which logits a step needs, and what to do with each of them.
 
 A PlanRow asks for runs of consecutive positions: prompt positions to score, then positions to sample, then further streams
-at the last position. Each run becomes one `Segment`; the segments are expanded by array operations.
+at the last position. Each run becomes one `Segment`; the segments are expanded by array operations. A request that names
+tokens (`logprob_token_ids`) has each of them scored from every logit row that it samples from.
 
     chunk     start ................................ end
     scored      [from ........ prompt_length - 1)           target: the next prompt token
     sampled                             [end - samples, end) one token each
     streams                                      [end - 1]   one token for each further stream
+    named                               [end - samples, end) target: each of the named tokens, position by position
+    hidden       [hidden_from ................. end)          no draw: the hidden state joins the row's mean
 """
 
 from __future__ import annotations
@@ -37,17 +40,23 @@ class Segment(NamedTuple):
     position: int  # of the first drawn token
     stream: int  # OWN_STREAM: the row's
     scored: int  # 1: the tokens are known, and scored
+    target: int = -1  # a token that is scored, whatever the row's tokens are
 
 
 OWN_STREAM = -1
 
 
 class RowDraws(NamedTuple):
-    """Where one PlanRow's draws are: [first, first + scored) are prompt logprobs, then `sampled` tokens."""
+    """Where one PlanRow's draws are: [first, first + scored) are prompt logprobs, then `sampled` tokens, then `named` ones.
+
+    `hidden` of the step's hidden states are this row's, behind those of the rows before it.
+    """
 
     first: int
     scored: int
     sampled: int
+    named: int
+    hidden: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class StepDraws:
 
     draws: Draws
     logit_rows: Int32
+    hidden_rows: Int32
     rows: list[RowDraws]
     bare: bool  # every row draws one token and nothing else: no logprobs
 
@@ -65,10 +75,11 @@ def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
     segments: list[Segment] = []
     places: list[RowDraws] = []
     wanted: list[tuple[int, int]] = []  # (first, count) runs of token indices
+    pooled: list[tuple[int, int]] = []
     logit_row = draw = 0
     for planned, offset in zip(plan.rows, row_offsets.tolist(), strict=False):
         row, start, end, sampled = planned.row, planned.start, planned.start + planned.count, planned.samples
-        first, scored = draw, 0
+        first, scored, named, hidden = draw, 0, 0, 0
         if planned.prompt_logprobs_from is not None:
             begin, scored = _scored_positions(planned, rows)
         if scored:
@@ -81,12 +92,22 @@ def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
             logit_row += sampled
             for stream in planned.streams:
                 segments.append(Segment(row, 1, logit_row - 1, end, stream, 0))
+            for back in range(sampled if rows.named[row] else 0, 0, -1):
+                segments += [Segment(row, 1, logit_row - back, end - back + 1, OWN_STREAM, 1, t) for t in rows.named[row]]
+            named = sampled * len(rows.named[row])
             sampled += len(planned.streams)
-        draw += scored + sampled
-        places.append(RowDraws(first, scored, sampled))
+        if planned.hidden_from is not None:
+            hidden = end - planned.hidden_from
+            pooled.append((offset + planned.hidden_from - start, hidden))
+        draw += scored + sampled + named
+        places.append(RowDraws(first, scored, sampled, named, hidden))
     draws = _expand(segments, rows)
-    bare = all(place.sampled == 1 and not place.scored for place in places) and not (draws.num_top >= 0).any()
-    return StepDraws(draws, _runs(wanted), places, bare)
+    bare = all(_is_bare(place) for place in places) and not (draws.num_top >= 0).any()
+    return StepDraws(draws, _runs(wanted), _runs(pooled), places, bare)
+
+
+def _is_bare(place: RowDraws) -> bool:
+    return place.sampled == 1 and not (place.scored or place.named or place.hidden)
 
 
 def _scored_positions(planned: PlanRow, rows: Rows) -> tuple[int, int]:
@@ -114,10 +135,10 @@ def _expand(segments: Sequence[Segment], rows: Rows) -> Draws:
     table = np.array(segments, np.int64).reshape(-1, len(Segment._fields))
     counts = table[:, 1]
     ramp = _ramp(counts)
-    row, _, logit_row, position, stream, scored = np.repeat(table, counts, axis=0).T
+    row, _, logit_row, position, stream, scored, named = np.repeat(table, counts, axis=0).T
     logit_row, position = logit_row + ramp, position + ramp
-    known = scored.astype(bool)
-    target = np.full(len(row), -1, np.int32)
+    known = scored.astype(bool) & (named < 0)
+    target = named.astype(np.int32)
     target[known] = rows.tokens[row[known], position[known]]
     history, bias, bans = _sparse_lists(segments, rows)
     return Draws(
@@ -130,7 +151,7 @@ def _expand(segments: Sequence[Segment], rows: Rows) -> Draws:
         position=position,
         stream=np.where(stream == OWN_STREAM, rows.stream[row], stream).astype(np.int32),
         target=target,
-        num_top=np.where(known, rows.num_prompt_top[row], rows.num_top[row]),
+        num_top=np.where(known, rows.num_prompt_top[row], np.where(named >= 0, 0, rows.num_top[row])),
         repetition=rows.repetition[row],
         presence=rows.presence[row],
         frequency=rows.frequency[row],
@@ -218,15 +239,26 @@ def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> t
     slots = [planned.row for planned in plan.rows]
     tops, prompt_tops = rows.num_top[slots].tolist(), rows.num_prompt_top[slots].tolist()
     results = []
-    for planned, (first, scored, sampled), top, prompt_top in zip(plan.rows, draws.rows, tops, prompt_tops, strict=True):
-        row, middle = planned.row, first + scored
-        end = middle + (sampled if planned.samples <= 1 else _verified(planned, tokens[middle : middle + sampled], rows))
+    seen = 0  # hidden states of the rows before
+    for planned, place, top, prompt_top in zip(plan.rows, draws.rows, tops, prompt_tops, strict=True):
+        row, middle = planned.row, place.first + place.scored
+        behind = end = middle + place.sampled
+        if planned.samples > 1:
+            end = middle + _verified(planned, tokens[middle:behind], rows)
+        logprobs = _logprobs(drawn, middle, end, top)
+        if place.named:
+            logprobs = _with_named(logprobs, drawn, behind, place.named // len(rows.named[row]), rows.named[row])
+        embedding = b""
+        if place.hidden:
+            embedding = rows.pool(row, drawn.hidden[seen : seen + place.hidden], planned.start + planned.count)
+            seen += place.hidden
         results.append(
             RowResult(
                 row=row,
                 tokens=tuple(tokens[middle:end]),
-                logprobs=_logprobs(drawn, middle, end, top),
-                prompt_logprobs=_logprobs(drawn, first, middle, prompt_top),
+                logprobs=logprobs,
+                prompt_logprobs=_logprobs(drawn, place.first, middle, prompt_top),
+                embedding=embedding,
             )
         )
     return tuple(results)
@@ -238,6 +270,20 @@ def _verified(planned: PlanRow, drawn: list[int], rows: Rows) -> int:
     drafts = rows.tokens[planned.row, end - planned.samples + 1 : end].tolist()
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (token, draft) in enumerate(pairs, 1) if token != draft), planned.samples)
+
+
+def _with_named(
+    logprobs: tuple[TokenLogprobs, ...], drawn: Drawn, first: int, positions: int, named: tuple[int, ...]
+) -> tuple[TokenLogprobs, ...]:
+    """`logprobs` of sampled tokens with those of the named tokens, drawn from `first` on, instead of the most likely ones.
+
+    Further streams are drawn from the last position.
+    """
+    values = drawn.logprob[first : first + positions * len(named)].reshape(positions, -1).tolist()
+    return tuple(
+        TokenLogprobs(entry.token, entry.logprob, named, tuple(values[min(i, positions - 1)]))
+        for i, entry in enumerate(logprobs)
+    )
 
 
 def _logprobs(drawn: Drawn, first: int, end: int, num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -28,5 +28,6 @@ def step_inputs(plan: StepPlan, rows: Rows) -> tuple[StepInputs, StepDraws]:
         block_tables=rows.block_tables,
         logit_rows=draws.logit_rows,
         draws=draws.draws,
+        hidden_rows=draws.hidden_rows,
     )
     return inputs, draws

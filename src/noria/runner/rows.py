@@ -83,6 +83,25 @@ class RowLists:
         )
 
 
+class Mean:
+    """The mean of vectors that come in pieces. It does not depend on the pieces: each vector is added to the float64 sums by
+    itself, in the order of positions."""
+
+    def __init__(self, width: int) -> None:
+        self._sums = np.zeros(width, np.float64)
+        self._count = 0
+
+    def add(self, vectors: Float32) -> None:
+        """[n, width]."""
+        for vector in vectors:
+            self._sums += vector
+        self._count += len(vectors)
+
+    def value(self) -> bytes:
+        """Little-endian float32 [width]."""
+        return (self._sums / self._count).astype("<f4").tobytes()
+
+
 class Rows:
     """The tables. Rows are taken, appended to, and freed as the plans say."""
 
@@ -105,6 +124,8 @@ class Rows:
         self.num_top = np.full(n, -1, np.int32)  # most likely tokens to report; -1: no logprobs
         self.num_prompt_top = np.full(n, -1, np.int32)
         self.lists: list[RowLists | None] = [None] * n
+        self.named: list[tuple[int, ...]] = [()] * n  # tokens to score beside each sampled one
+        self._means: list[Mean | None] = [None] * n
         self._taken = [False] * n
 
     def free(self, row: int) -> None:
@@ -134,6 +155,14 @@ class Rows:
         self.num_top[row] = -1 if p.logprobs is None else p.logprobs
         self.num_prompt_top[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
         self.lists[row] = RowLists.of(new)
+        self.named[row] = p.logprob_token_ids if p.logprobs is not None else ()
+        self._means[row] = None
+
+    def pool(self, row: int, hidden: Float32, end: int) -> bytes:
+        """Take in final hidden states [positions, width], the last of position `end` - 1. b"" until the prompt has ended."""
+        mean = self._means[row] = self._means[row] or Mean(hidden.shape[1])
+        mean.add(hidden)
+        return mean.value() if end == self.prompt_length[row] else b""
 
     def release(self, row: int, group: int, blocks: int) -> None:
         """The window has left the first `blocks` blocks: their ids may now belong to others."""

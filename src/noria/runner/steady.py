@@ -47,5 +47,7 @@ class SteadyInputs:
             and planned.samples == 1
             and not planned.streams
             and planned.prompt_logprobs_from is None
+            and planned.hidden_from is None
+            and not self._rows.named[planned.row]
             and self._rows.lists[planned.row] is None
         )

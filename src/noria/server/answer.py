@@ -74,6 +74,7 @@ class Answer:
         if echo:
             self.echo = prompt_echo(tokenizer, request.prompt, text=text, skip_special_tokens=params.skip_special_tokens)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.embedding = b""  # of a request with pooling
         self.cached_tokens = 0
         self.cache_miss = ""  # why no more of the prompt was
         self.phases: tuple[float, ...] = ()
@@ -118,6 +119,7 @@ class Answer:
         """One output of the engine. The delta for its choice, None if there is nothing to show."""
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        self.embedding = output.embedding or self.embedding
         if output.finish_reason is not None:
             self._open -= 1
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)

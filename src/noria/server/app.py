@@ -17,15 +17,19 @@ from noria.server.batches.endpoints import Batches, Files
 from noria.server.batches.service import BatchService
 from noria.server.context import ServerContext
 from noria.server.cors import cross_origin
+from noria.server.embeddings import Embeddings
 from noria.server.errors import JSON, error_response
 from noria.server.gate import Gate
 from noria.server.openai import OpenAI
+from noria.server.systemone import SystemOne
 from noria.types import RequestError
 
 
 def make_app(context: ServerContext) -> ASGIApp:
     """The whole server as one ASGI application."""
     openai = OpenAI(context)
+    embeddings = Embeddings(context)
+    systemone = SystemOne(context)
     probes = Probes(context)
     service = context.batches = BatchService(context)
     files, batches = Files(context, service), Batches(context, service)
@@ -48,6 +52,10 @@ def make_app(context: ServerContext) -> ASGIApp:
         Route("/v1/batches", batches.index, methods=["GET"]),
         Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+        Route("/v1/score", embeddings.score, methods=["POST"]),
+        Route("/v1/rerank", embeddings.rerank, methods=["POST"]),
+        Route("/v1/systemone", systemone.decide, methods=["POST"]),
         Route("/tokenize", openai.tokenize, methods=["POST"]),
         Route("/detokenize", openai.detokenize, methods=["POST"]),
     ]

@@ -12,7 +12,10 @@ from typing import Any
 import msgspec
 
 from noria.server.answer import Answer, engine_request
+from noria.server.beam_generation import BeamGeneration
+from noria.server.beams import check_beams
 from noria.server.context import Served, ServerContext
+from noria.server.generation import Generation
 from noria.server.requests import (
     COMPLETION_MAX_TOKENS,
     Body,
@@ -33,8 +36,11 @@ INLINE_CHARACTERS = 4096  # tokenised on the event loop (about a millisecond); l
 class Call:
     """One client call: its answers, and how to show them."""
 
-    def __init__(self, body: Body, answers: Sequence[Answer], shape: Shape, seed: int) -> None:
+    def __init__(
+        self, body: Body, answers: Sequence[Answer], shape: Shape, seed: int, generation: Generation | BeamGeneration
+    ) -> None:
         self.body = body
+        self.generation = generation
         self.answers = answers
         self.shape = shape
         self.seed = seed
@@ -69,7 +75,7 @@ def completion_call(context: ServerContext, served: Served, body: CompletionBody
         token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs is not None,
     )
-    return Call(body, answers, shape, seed)
+    return Call(body, answers, shape, seed, _generation(context, served, body, answers))
 
 
 def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: float) -> Call:
@@ -89,7 +95,26 @@ def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: f
         token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs is not None,
     )
-    return Call(body, [answer], shape, seed)
+    return Call(body, [answer], shape, seed, _generation(context, served, body, [answer]))
+
+
+def _generation(context: ServerContext, served: Served, body: Body, answers: Sequence[Answer]) -> Generation | BeamGeneration:
+    """How the answers are made. Raises RequestError for what beam search cannot do."""
+    if not body.use_beam_search:
+        if body.length_penalty != 1.0:
+            raise RequestError("length_penalty needs use_beam_search: true", param="length_penalty")
+        return Generation(served.client, served.metrics, answers)
+    check_beams(answers[0].request.params, answers[0].request.stop_ids, body.length_penalty)
+    return BeamGeneration(
+        served.client,
+        served.metrics,
+        served.text.tokenizer,
+        answers,
+        next_request_id=context.next_request_id,
+        max_model_len=served.facts.max_model_len,
+        length_penalty=body.length_penalty,
+        timeout_s=context.engine_config.request_timeout_s,
+    )
 
 
 def prompt_size(body: Body) -> int:
@@ -120,7 +145,8 @@ def _params(
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if body.priority and context.engine_config.scheduling_policy != "priority":
         raise RequestError("priority needs a server with --scheduling-policy priority", param="priority")
-    params = sampling_params(body, served.sampling_defaults, logprobs=logprobs, max_tokens=limit)
+    defaults = {} if body.use_beam_search else served.sampling_defaults
+    params = sampling_params(body, defaults, logprobs=logprobs, max_tokens=limit)
     check_params(params, served.facts.vocab_size)
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     return msgspec.structs.replace(params, seed=seed % 2**SEED_BITS), seed

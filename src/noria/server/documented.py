@@ -148,3 +148,71 @@ class Text(msgspec.Struct):
     """The text of ids."""
 
     prompt: str
+
+
+class PooledUsage(msgspec.Struct):
+    """Token counts where nothing is generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """The vector of one input, as numbers or as base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct):
+    """Vectors, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PooledUsage
+
+
+class Score(msgspec.Struct):
+    """How near two texts are."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(msgspec.Struct):
+    """Scores, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PooledUsage
+
+
+class RankedDocument(msgspec.Struct):
+    """A document's place among the others."""
+
+    index: int
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct):
+    """Documents, the nearest first."""
+
+    id: str
+    created: int
+    model: str
+    results: list[RankedDocument]
+    usage: PooledUsage
+
+
+class Decisions(msgspec.Struct):
+    """Answers by the names of the questions."""
+
+    model: str
+    answers: dict[str, dict[str, Any]]
+    usage: Usage

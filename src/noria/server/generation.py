@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from noria.kv.misses import NEVER_SEEN, OTHER_ROOT
-from noria.observe.metrics import Metrics
 from noria.observe.timeline import timeline
 from noria.server.answer import Answer, Delta
 from noria.server.client import EngineClient, EngineDead
@@ -20,10 +19,23 @@ from noria.types import FinishReason, RequestError, SequenceOutput
 Deltas = list[tuple[int, Delta]]  # (position of the prompt in the call, delta), in the order they were made
 
 
+class Accounts(Protocol):
+    """Whom a generation tells what it did: `noria.observe.metrics.Metrics`, or a caller that counts by itself."""
+
+    def prefilled(self, prompt_tokens: int, seconds: float) -> None:
+        """A request's first token came."""
+
+    def generated(self, tokens: int, seconds: float | None) -> None:
+        """More tokens of a choice came."""
+
+    def finished(self, reason: FinishReason, seconds: float, phases: Sequence[float]) -> None:
+        """A request ended."""
+
+
 class Generation:
     """Runs `answers` to their ends. Iterate over `steps()`; call `abort()` when nobody waits any more."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, answers: Sequence[Answer]) -> None:
+    def __init__(self, client: EngineClient, metrics: Accounts, answers: Sequence[Answer]) -> None:
         self.answers = answers
         self._client = client
         self._metrics = metrics
@@ -92,6 +104,11 @@ class Generation:
         miss = NEVER_SEEN if last.cache_miss == OTHER_ROOT else last.cache_miss
         parts["cache"] = {"cached_tokens": last.cached_tokens, "miss": miss or None}
         return parts
+
+    @property
+    def phases(self) -> tuple[float, ...]:
+        """Seconds by `Phase` of the request that ended last."""
+        return self._last.phases
 
     def _take(self, position: int, output: SequenceOutput, now: float) -> Delta | None:
         """One output: its delta, the choice's abort once its text has ended, and the counts."""

@@ -56,6 +56,7 @@ def load_engine(config: EngineConfig, report: Report) -> LocalEngine:
             model=found.name,
             max_model_len=built.engine.max_model_len,
             vocab_size=built.spec.vocab_size,
+            hidden_size=built.spec.hidden_size,
             eos_ids=built.eos_ids,
             fingerprint=f"fp_{fingerprint}",
             sampling_defaults={

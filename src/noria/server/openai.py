@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from noria.server.answer import Delta, merge
+from noria.server.beam_generation import BeamGeneration
 from noria.server.calls import INLINE_CHARACTERS, Call, chat_call, chat_ids, completion_call, prompt_size
 from noria.server.context import Served, ServerContext
 from noria.server.dialect import head, model_object, usage
@@ -116,10 +117,11 @@ class OpenAI:
 
         return served, await self._off_loop(prompt_size(body), make)
 
-    async def collect(self, served: Served, call: Call, generation: Generation) -> dict[str, Any]:
+    async def collect(self, served: Served, call: Call) -> dict[str, Any]:
         """Run a call to its end: the whole response object. Raises RequestError."""
         n = call.answers[0].request.params.n
         made: dict[int, list[Delta]] = {}
+        generation = call.generation
         async for deltas in generation.steps():
             for position, delta in deltas:
                 made.setdefault(position * n + delta.index, []).append(delta)
@@ -141,12 +143,12 @@ class OpenAI:
             request.scope["noria.request_id"] = checked_request_id(call.body.request_id)
         if request.headers.get("x-noria-timing", "0").lower() not in ("0", "false", ""):
             call.body.timing = True
-        generation = Generation(served.client, served.metrics, call.answers)
+        abort = call.generation.abort
         if call.body.stream:
-            return EventStream(_chunks(served, call, generation), on_disconnect=generation.abort)
-        watcher = asyncio.create_task(watch_disconnect(request.receive, generation.abort))
+            return EventStream(_chunks(served, call), on_disconnect=abort)
+        watcher = asyncio.create_task(watch_disconnect(request.receive, abort))
         try:
-            return JSON(await self.collect(served, call, generation))
+            return JSON(await self.collect(served, call))
         finally:
             watcher.cancel()
 
@@ -198,8 +200,9 @@ async def body_parts(request: Request) -> AsyncGenerator[bytes]:
         yield part
 
 
-async def _chunks(served: Served, call: Call, generation: Generation) -> AsyncGenerator[bytes]:
+async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
     """The events of a stream, all of a step's in one piece."""
+    generation = call.generation
     n = call.answers[0].request.params.n
     options = call.body.stream_options
     with_usage = options is not None and options.include_usage
@@ -230,7 +233,7 @@ async def _chunks(served: Served, call: Call, generation: Generation) -> AsyncGe
         yield event(chunk)
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
+def _usage(generation: Generation | BeamGeneration) -> dict[str, Any]:
     return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
 
 

@@ -15,7 +15,9 @@ import msgspec
 from noria.observe.version import version
 from noria.server import documented as doc
 from noria.server.batches.objects import Batch, BatchBody, BatchList, FileDeleted, FileList, FileObject
+from noria.server.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from noria.server.systemone import DecisionBody
 from noria.server.validate import RANGES
 
 REF = "#/components/schemas/{name}"
@@ -64,6 +66,10 @@ ROUTES = (
     Entry("GET", "/v1/models/{model}", "One of them", doc.Model),
     Entry("POST", "/v1/completions", "Complete a prompt", doc.Completion, CompletionBody, stream=True),
     Entry("POST", "/v1/chat/completions", "Answer messages", doc.ChatCompletion, ChatBody, stream=True),
+    Entry("POST", "/v1/embeddings", "Vectors of texts", doc.EmbeddingList, EmbeddingBody),
+    Entry("POST", "/v1/score", "Similarity of texts", doc.ScoreList, ScoreBody),
+    Entry("POST", "/v1/rerank", "Documents by similarity to a query", doc.Ranking, RerankBody),
+    Entry("POST", "/v1/systemone", "Typed decisions about a state", doc.Decisions, DecisionBody),
     Entry("POST", "/tokenize", "Ids of a prompt or of messages", doc.Tokens, TokenizeBody),
     Entry("POST", "/detokenize", "Text of ids", doc.Text, DetokenizeBody),
     Entry("POST", "/v1/files", "Upload a batch's input", FileObject, upload=True),

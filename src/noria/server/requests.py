@@ -24,7 +24,7 @@ MAX_PROMPTS = 2048  # of one completions request
 MAX_CHOICES_OF_BATCH = 4096  # prompts times n
 MAX_COMPLETION_LOGPROBS = 5  # as OpenAI
 MAX_NESTING = 64  # of JSON that reaches a chat template
-FLAT = frozenset({"prompt", "tokens"})  # long, and checked item by item elsewhere
+FLAT = frozenset({"prompt", "tokens", "input", "documents", "text_1", "text_2"})  # long, and checked item by item elsewhere
 MAX_ID_CHARACTERS = 256  # request ids are echoed in headers and logs
 MAX_SALT_CHARACTERS = 4096
 PRIORITY_BOUND = 2**31
@@ -93,6 +93,8 @@ class Body(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
     request_id: Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)] | None = None
     timing: bool = False
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings; one may come bare."""
@@ -165,7 +167,7 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "images": _never,
     "prediction": _never,
     "web_search_options": _never,
-    "use_beam_search": _only(False),
+    "early_stopping": _only(False),
     "allowed_token_ids": _never,
     "bad_words": _only([]),
     "logits_processors": _only([]),
@@ -293,12 +295,19 @@ def _named(message: str) -> RequestError:
 
 def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
     """The prompts of a completions request: texts, or token ids (unchecked against the vocabulary)."""
-    prompt = body.prompt
+    prompts = listed_prompts(body.prompt, "prompt")
+    if len(prompts) * (body.n or 1) > MAX_CHOICES_OF_BATCH:
+        raise RequestError(f"prompts times n may be at most {MAX_CHOICES_OF_BATCH}", param="n")
+    return prompts
+
+
+def listed_prompts(prompt: Any, param: str) -> list[str | tuple[int, ...]]:
+    """One prompt or several, as text or ids, in the forms of OpenAI's API. `param` is the field's name."""
     prompts: list[str | tuple[int, ...]]
     if isinstance(prompt, str):
         prompts = [prompt]
     elif not isinstance(prompt, list) or not prompt:
-        raise RequestError("prompt must be a string, a list of strings, or token ids", param="prompt")
+        raise RequestError(f"{param} must be a string, a list of strings, or token ids", param=param)
     elif all(type(item) is int for item in prompt):
         prompts = [tuple(prompt)]
     elif all(isinstance(item, str) for item in prompt):
@@ -307,12 +316,10 @@ def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
         prompts = [tuple(item) for item in prompt]
     else:
         raise RequestError(
-            "prompt must be all strings, all token ids, or all lists of token ids, none of them empty", param="prompt"
+            f"{param} must be all strings, all token ids, or all lists of token ids, none of them empty", param=param
         )
     if len(prompts) > MAX_PROMPTS:
-        raise RequestError(f"prompt may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}", param="prompt")
-    if len(prompts) * (body.n or 1) > MAX_CHOICES_OF_BATCH:
-        raise RequestError(f"prompts times n may be at most {MAX_CHOICES_OF_BATCH}", param="n")
+        raise RequestError(f"{param} may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}", param=param)
     return prompts
 
 

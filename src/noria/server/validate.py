@@ -14,6 +14,7 @@ from noria.types import RequestError, SamplingParams
 MAX_CHOICES = 128  # n, as OpenAI
 MAX_TOP_LOGPROBS = 20  # as OpenAI's chat endpoint
 MAX_STOP_IDS = 256
+MAX_LOGPROB_IDS = 256
 MAX_BIAS = 100.0
 SEED_BITS = 64
 
@@ -48,6 +49,10 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"stop_token_ids may hold at most {MAX_STOP_IDS} ids", param="stop_token_ids")
     for token in params.stop_token_ids:
         check_token("stop_token_ids", token, vocab_size)
+    for token in params.logprob_token_ids:
+        check_token("logprob_token_ids", token, vocab_size)
+    if params.logprob_token_ids and (params.logprobs is None or len(params.logprob_token_ids) > MAX_LOGPROB_IDS):
+        raise RequestError(f"logprob_token_ids needs logprobs, and at most {MAX_LOGPROB_IDS} ids", param="logprob_token_ids")
     for token, bias in params.logit_bias.items():
         check_token("logit_bias", token, vocab_size)
         check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)

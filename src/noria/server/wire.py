@@ -39,6 +39,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     max_model_len: int
     vocab_size: int
+    hidden_size: int = 0  # of its embeddings; 0: it gives none
     eos_ids: tuple[int, ...]
     fingerprint: str  # names weights, settings, numerics revision and version
     sampling_defaults: dict[str, float | int] = {}  # of the model's generation_config.json

@@ -30,8 +30,9 @@ class Domain(Enum):
     """What an op is repeated over."""
 
     TOKENS = "tokens"
-    LOGITS = "logits"
+    LOGITS = "logits"  # and hidden states: what `gather_logit_rows` makes
     LOGIT_TILE = "logit tile"  # the logits themselves
+    HIDDEN = "hidden"  # hidden states that are reported
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class CostBackend:
     ) -> CostExecutable:
         ops = CostOps()
         forward(ops)
-        return CostExecutable(ops.costs, ops.activations, kv, max_tokens)
+        return CostExecutable(ops.costs, ops.activations, kv, max_tokens, ops.hidden_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """There is nothing to copy."""
@@ -110,14 +111,17 @@ class CostBackend:
 class CostExecutable:
     """A recorded forward pass that can be asked what a step would cost."""
 
-    def __init__(self, costs: Sequence[OpCost], activations: Sequence[Activation], kv: KVCacheSpec, max_tokens: int) -> None:
+    def __init__(
+        self, costs: Sequence[OpCost], activations: Sequence[Activation], kv: KVCacheSpec, max_tokens: int, hidden_size: int
+    ) -> None:
         self.costs = tuple(costs)
+        self._hidden_size = hidden_size
         self._activations = activations
         self._kv = kv
         self._max_tokens = max_tokens
 
     def run(self, inputs: StepInputs) -> Drawn:
-        """Draw token 0 everywhere, with logprob 0."""
+        """Draw token 0 everywhere, with logprob 0; hidden states are 0."""
         count = len(inputs.draws)
         widest = int(max(inputs.draws.num_top.max(initial=0), 0))
         return Drawn(
@@ -125,6 +129,7 @@ class CostExecutable:
             logprob=np.zeros(count, np.float32),
             top_tokens=np.full((count, widest), -1, np.int32),
             top_logprobs=np.zeros((count, widest), np.float32),
+            hidden=np.zeros((len(inputs.hidden_rows), self._hidden_size), np.float32),
         )
 
     def all_logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
@@ -132,7 +137,13 @@ class CostExecutable:
 
     def cost(self, inputs: StepInputs) -> StepCost:
         """Operations and bytes of one step with these inputs."""
-        rows = {Domain.TOKENS: len(inputs.tokens), Domain.LOGITS: len(inputs.logit_rows)}
+        wanted, hidden = len(inputs.logit_rows), len(inputs.hidden_rows)
+        rows = {
+            Domain.TOKENS: len(inputs.tokens),
+            Domain.LOGITS: wanted + hidden,
+            Domain.LOGIT_TILE: wanted,
+            Domain.HIDDEN: hidden,
+        }
         total = StepCost()
         for op in self.costs:
             count = rows[op.domain]
@@ -181,6 +192,7 @@ class CostOps:
     def __init__(self) -> None:
         self.costs: list[OpCost] = []
         self.activations: list[Activation] = []
+        self.hidden_size = 0
 
     def _record(self, cost: OpCost, *reads: Handle) -> None:
         for handle in reads:
@@ -207,14 +219,13 @@ class CostOps:
         return self._new(Domain.TOKENS, width)
 
     def linear(self, x: Handle, weight: LinearWeight) -> Handle:
-        self._matmul("linear", x, weight)
+        self._matmul("linear", _shape(x).domain, x, weight)
         return self._new(_shape(x).domain, weight.outputs)
 
-    def _matmul(self, name: str, x: Handle, weight: LinearWeight) -> None:
-        shape = _shape(x)
+    def _matmul(self, name: str, domain: Domain, x: Handle, weight: LinearWeight) -> None:
         cost = OpCost(
             name,
-            shape.domain,
+            domain,
             row_flops=2 * weight.inputs * weight.outputs,
             row_bytes=(weight.inputs + weight.outputs) * FLOAT,
             step_bytes=_packed_bytes(weight),
@@ -260,8 +271,13 @@ class CostOps:
         self._record(OpCost("gather", Domain.LOGITS, row_bytes=2 * shape.row_bytes), x)
         return self._new(Domain.LOGITS, shape.width)
 
+    def hidden_states(self, x: Handle) -> None:
+        shape = _shape(x)
+        self.hidden_size = shape.width
+        self._record(OpCost("hidden", Domain.HIDDEN, row_bytes=2 * shape.row_bytes), x)
+
     def logits(self, x: Handle, weight: LinearWeight, softcap: float) -> Handle:
-        self._matmul("logits", x, weight)
+        self._matmul("logits", Domain.LOGIT_TILE, x, weight)
         return self._new(Domain.LOGIT_TILE, weight.outputs)
 
 

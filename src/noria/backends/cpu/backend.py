@@ -12,7 +12,7 @@ from noria.backends.cpu import _native
 from noria.backends.cpu.compiler import Compiler
 from noria.backends.cpu.kv import KVCache
 from noria.backends.cpu.memory import address
-from noria.backends.cpu.recorder import Rope, record
+from noria.backends.cpu.recorder import Hidden, Rope, record
 from noria.backends.cpu.topology import usable_threads
 from noria.types import ConfigError
 
@@ -68,7 +68,8 @@ class CpuBackend:
             windows=[group.window for group in kv.groups],
         )
         compiler.emit(tape)
-        executable = CpuExecutable(tape, vocab_size, compiler.arena.nbytes, (compiler.kept, compiler.arena.memory))
+        hidden_size = next((op.x.width for op in ops if isinstance(op, Hidden)), 0)
+        executable = CpuExecutable(tape, vocab_size, hidden_size, compiler.arena.nbytes, (compiler.kept, compiler.arena.memory))
         self._executables.append(executable)
         return executable
 
@@ -100,10 +101,11 @@ class CpuBackend:
 class CpuExecutable:
     """A tape and everything its addresses point to."""
 
-    def __init__(self, tape: _native.Tape, vocab_size: int, workspace_bytes: int, kept: object) -> None:
+    def __init__(self, tape: _native.Tape, vocab_size: int, hidden_size: int, workspace_bytes: int, kept: object) -> None:
         self.workspace_bytes = workspace_bytes  # of activations; touched as far as steps need it
         self._tape: _native.Tape | None = tape
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size  # 0: the forward pass reports no hidden states
         self._kept = kept
 
     def run(self, inputs: StepInputs) -> Drawn:
@@ -115,6 +117,7 @@ class CpuExecutable:
             logprob=np.empty(count, np.float32),
             top_tokens=np.empty((count, width), np.int32),
             top_logprobs=np.empty((count, width), np.float32),
+            hidden=np.empty((len(inputs.hidden_rows), self._hidden_size), np.float32),
         )
         self.tape.run(inputs, drawn, 0)
         return drawn

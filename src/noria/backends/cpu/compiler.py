@@ -29,6 +29,7 @@ from noria.backends.cpu.recorder import (
     Gated,
     Gather,
     HeadNorm,
+    Hidden,
     Linear,
     Logits,
     Norm,
@@ -157,6 +158,8 @@ class Compiler:
                 self._note_add(op)
             case Gather():
                 self._note_gather(op)
+            case Hidden():
+                self._note_hidden(op)
             case Logits():
                 self._note_logits(op)
 
@@ -288,6 +291,11 @@ class Compiler:
         x, out = self._at(op.x), self._make(op.out)
         self._emits.append(lambda tape: tape.gather(x=x.address, y=out.address, width=op.out.width))
         self._convert(op.out)
+
+    def _note_hidden(self, op: Hidden) -> None:
+        self._rows(True)
+        x = self._at(op.x)
+        self._emits.append(lambda tape: tape.hidden(x=x.address, width=op.x.width))
 
     def _note_logits(self, op: Logits) -> None:
         rows = logit_rows_a_tile(op.out.width, self._max_tokens)

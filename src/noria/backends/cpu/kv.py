@@ -69,7 +69,8 @@ class KVCache:
         """[layer slot][k|v][kv head][bytes of one head], a view"""
         if not 0 <= block < self.spec.num_blocks:
             raise ValueError(f"block {block} is not one of the cache's {self.spec.num_blocks}")
-        return self._shelves[block // SHELF_BLOCKS, block % SHELF_BLOCKS]
+        view: Bytes = self._shelves[block // SHELF_BLOCKS, block % SHELF_BLOCKS]
+        return view
 
 
 def _swapped(data: Bytes, rows: int, columns: int, item: int) -> Bytes:

@@ -99,6 +99,12 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    x: Value
+    out: Value  # x
+
+
+@dataclass(frozen=True)
 class Logits:
     x: Value
     weight: LinearWeight
@@ -106,7 +112,7 @@ class Logits:
     out: Value
 
 
-Op = Embed | Linear | Norm | HeadNorm | Rotate | Attend | Gated | Add | Gather | Logits
+Op = Embed | Linear | Norm | HeadNorm | Rotate | Attend | Gated | Add | Gather | Hidden | Logits
 
 
 def record(forward: Callable[[Ops], Handle], ropes: Sequence[Rope], kv: KVCacheSpec, vocab_size: int) -> tuple[Op, ...]:
@@ -200,6 +206,14 @@ class Recorder:
         if value.logits:
             raise ValueError("gather_logit_rows: the rows were gathered already")
         return self._add(Gather(value, self._new(value.width, logits=True)))
+
+    def hidden_states(self, x: Handle) -> None:
+        value = self._use(x, "hidden_states")
+        if not value.logits:
+            raise ValueError("hidden_states: gather_logit_rows must come first")
+        if any(isinstance(op, Hidden) for op in self.ops):
+            raise ValueError("hidden_states: they are reported already")
+        self._add(Hidden(value, value))
 
     def logits(self, x: Handle, weight: LinearWeight, softcap: float) -> Handle:
         value = self._use(x, "logits")

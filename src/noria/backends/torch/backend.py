@@ -71,12 +71,19 @@ class TorchExecutable:
         self._weights: dict[str, Tensor] = {}
 
     def run(self, inputs: StepInputs) -> Drawn:
-        return sampler.draw(self.all_logits(inputs), inputs.draws)
+        ops, logits = self._run(inputs)
+        drawn = sampler.draw(logits, inputs.draws)
+        drawn.hidden = ops.hidden.numpy()
+        return drawn
 
     def all_logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
+        return self._run(inputs)[1]
+
+    def _run(self, inputs: StepInputs) -> tuple[TorchOps, npt.NDArray[np.float32]]:
+        ops = TorchOps(inputs, self._cache, self._ropes, self._weights)
         with torch.inference_mode():
-            logits = self._forward(TorchOps(inputs, self._cache, self._ropes, self._weights))
-        return _tensor(logits).numpy()
+            logits = _tensor(self._forward(ops))
+        return ops, logits.numpy()
 
 
 def _tensor(handle: Handle) -> Tensor:
@@ -97,6 +104,7 @@ class TorchOps:
         self._tokens = torch.from_numpy(inputs.tokens.astype(np.int64))
         self._positions = torch.from_numpy(inputs.positions.astype(np.int64))
         self._slots = _slot_indices(inputs)
+        self.hidden = torch.zeros(0, 0)
 
     def _matrix(self, weight: LinearWeight) -> Tensor:
         """[outputs, inputs], dequantised once and kept."""
@@ -171,10 +179,14 @@ class TorchOps:
         return Handle(_tensor(x) + _tensor(y))
 
     def gather_logit_rows(self, x: Handle) -> Handle:
-        return Handle(_tensor(x)[torch.from_numpy(self._inputs.logit_rows.astype(np.int64))])
+        gathered = np.concatenate((self._inputs.logit_rows, self._inputs.hidden_rows)).astype(np.int64)
+        return Handle(_tensor(x)[torch.from_numpy(gathered)])
+
+    def hidden_states(self, x: Handle) -> None:
+        self.hidden = _tensor(x)[len(self._inputs.logit_rows) :].contiguous()
 
     def logits(self, x: Handle, weight: LinearWeight, softcap: float) -> Handle:
-        logits = _tensor(self.linear(x, weight))
+        logits = _tensor(self.linear(Handle(_tensor(x)[: len(self._inputs.logit_rows)]), weight))
         return Handle(softcap * torch.tanh(logits / softcap) if softcap else logits)
 
 
