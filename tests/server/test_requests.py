@@ -105,7 +105,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
-    ("prediction", {"type": "content"}),
+    ("prediction", {"type": "content"}),  # completions have none; a chat's needs its content
     ("logits_processors", ["x"]),
     ("bad_words", ["x"]),
     ("allowed_token_ids", [1]),

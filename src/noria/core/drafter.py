@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from noria.core.lookup import NOWHERE, Prediction, Source
 
-_FIRST_ODDS = (0.1, 0.2, 0.35, 0.55, 0.75, 0.85)  # by class of match length, before anything is known: 0, 1, 2-3, 4-7, 8-15, 16+
+_FIRST_ODDS = (
+    0.1,
+    0.2,
+    0.35,
+    0.55,
+    0.75,
+    0.85,
+)  # by class of match length, before anything is known: 0, 1, 2-3, 4-7, 8-15, 16+
 _FIRST_WEIGHT = 4.0  # guesses that those count for
 _SHARED_WEIGHT = 4.0  # guesses that all other sequences count for beside a sequence's own
 _MEMORY = 32.0  # guesses of its own that a sequence remembers, and

@@ -100,8 +100,7 @@ class Speculator:
         if not sequence.request.prediction:
             return 0
         drafter = self.drafter(sequence)
-        assert drafter is not None and drafter.prediction is not None
-        return drafter.prediction.foreseen
+        return 0 if drafter is None or drafter.prediction is None else drafter.prediction.foreseen
 
     def verified(self, drafted: int, accepted: int) -> None:
         """So many drafts of a row came true."""

@@ -91,8 +91,8 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> l
     return positions
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Token counts of a request: the prompt once, all choices' tokens."""
+def usage(prompt: int, completion: int, cached: int, *, predicted: int = 0, unused_prediction: int = 0) -> dict[str, Any]:
+    """Token counts of a request: the prompt once, all choices' tokens, and how many of these its prediction foresaw."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -100,8 +100,8 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": predicted,
+            "rejected_prediction_tokens": unused_prediction,
         },
     }
 

@@ -128,7 +128,7 @@ class OpenAI:
         body = call.body
         out = _head(served, call, call.shape.kind)
         out["choices"] = [call.shape.choice(index, call.answers[index // n], merge(made[index])) for index in sorted(made)]
-        out["usage"] = usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+        out["usage"] = _usage(generation)
         out["seed"] = call.seed
         if body.timing:
             out["timing"] = generation.timing()
@@ -234,7 +234,13 @@ async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
 
 
 def _usage(generation: Generation | BeamGeneration) -> dict[str, Any]:
-    return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+    return usage(
+        generation.prompt_tokens,
+        generation.completion_tokens,
+        generation.cached_tokens,
+        predicted=sum(answer.predicted_tokens for answer in generation.answers),
+        unused_prediction=sum(answer.unused_prediction_tokens for answer in generation.answers),
+    )
 
 
 def _head(served: Served, call: Call, kind: str) -> dict[str, Any]:

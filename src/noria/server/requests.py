@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -114,6 +114,24 @@ class CompletionBody(Body, kw_only=True):
     add_special_tokens: bool = True
 
 
+class TextPart(msgspec.Struct, kw_only=True):
+    """A part of a predicted content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedContent(msgspec.Struct, kw_only=True):
+    """What the answer may say: where it does, it comes several tokens at a time. It changes no token."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -124,6 +142,7 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
+    prediction: PredictedContent | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
