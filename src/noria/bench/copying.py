@@ -2,7 +2,7 @@
 
     repeat    the model is asked to repeat a passage of the corpus: drafts come from the prompt
     edit      it is given a function of Python's library to rename a variable in, and the function as the prediction
-    random    prompts of random ids: nothing to copy, the drafts' cost alone
+    random    prompts of random ids, answers sampled at temperature 1: nothing to copy, the drafts' cost alone
 
     python -m noria.bench.copying MODEL [--pairs 20] [--streams 1] [--tokens 128]
 
@@ -58,12 +58,13 @@ def _chat(template: object, text: str) -> tuple[int, ...]:
 class Copying:
     """One engine, and the workload's requests."""
 
-    def __init__(self, built: BuiltEngine, work: Sequence[Prompt], streams: int, tokens: int) -> None:
+    def __init__(self, built: BuiltEngine, work: Sequence[Prompt], streams: int, tokens: int, temperature: float) -> None:
         self.accepted = self.drafted = 0
         self._engine = built.engine
         self._work = work
         self._streams = streams
         self._tokens = tokens
+        self._temperature = temperature
         self._next_id = 0
 
     def seconds(self, index: int, speculation: bool) -> tuple[float, list[tuple[int, ...]]]:
@@ -74,7 +75,7 @@ class Copying:
         for stream in range(self._streams):
             ids, prediction = self._work[(index * self._streams + stream) % len(self._work)]
             self._next_id += 1
-            params = SamplingParams(temperature=0.0, max_tokens=self._tokens, ignore_eos=True, seed=0)
+            params = SamplingParams(temperature=self._temperature, max_tokens=self._tokens, ignore_eos=True, seed=0)
             prediction = prediction if speculation else ()
             engine.add(EngineRequest(request_id=self._next_id, prompt=ids, params=params, prediction=prediction))
         engine.reset_prefix_cache()
@@ -103,7 +104,7 @@ def main() -> None:
     text = load_text(built.checkpoint.path, cache_directory(config.cache_dir), None)
     for workload in args.workload or WORKLOADS:
         work = prompts(workload, text.tokenizer, text.template, built.spec.vocab_size, max(4, args.streams))
-        copying = Copying(built, work, args.streams, args.tokens)
+        copying = Copying(built, work, args.streams, args.tokens, float(workload == "random"))
         before = built.engine.stats()
         outputs: dict[tuple[bool, int], list[tuple[int, ...]]] = {}
 

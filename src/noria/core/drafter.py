@@ -1,6 +1,6 @@
 """The drafter of one sequence: its sources of guesses, and how often they came true.
 
-Guesses are judged whether they are drafted or not: a guess that was not worth a draft is still compared with the token that came.
+Guesses are judged whether they are drafted or not: one that was not worth a draft is still compared with the token that came.
 So a sequence stops drafting after a few wrong guesses, goes on guessing for nothing, and begins again when guesses come true.
 """
 

@@ -1,7 +1,8 @@
 """Speculation: which drafts a step verifies beside the tokens that it has to compute.
 
-A draft is a guess of a token that is not known yet. The runner draws the target token of each drafted position with the noise of
-that position, as it would without drafts, and a draft counts if it is equal: drafts change when a token is made, never which.
+A draft is a guess of a token that is not known yet. The runner draws the target token of each drafted position with the noise
+of that position, as it would without drafts, and a draft counts if it is equal: drafts change when a token is made,
+never which.
 
 How many are worth it is a matter of measured rates. A step of R decodes takes T seconds; with k drafts of one more sequence it
 takes T(k), and makes s1 + s1 s2 + ... more tokens on average, where s is how often guesses like these came true:
