@@ -2,7 +2,8 @@
 
 Five needle requests are run alone, and then inside random traffic: other requests before, beside and after them, some with
 the same prefix; random token budgets and chunk limits; prefix hits; pools so small that sequences are preempted; one to three
-threads; every tier; right and wrong drafts; steps planned ahead or not. Every token, logprob and embedding must be equal, with ==.
+threads; every tier; right and wrong drafts; steps planned ahead or not. Every token,
+logprob and embedding must be equal, with ==.
 
 The control runs the same trials on the torch backend, whose matrix products choose their order of summation by the batch. It
 must fail: otherwise these tests could not.
