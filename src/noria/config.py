@@ -88,6 +88,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[str, ...], Meta(description="origins whose pages may call us (CORS), as https://app.example; default: none")
     ] = ()
     chat_template: Annotated[str | None, Meta(description="a Jinja template file instead of the model's own")] = None
+    tool_call_parser: Annotated[
+        str, Meta(description="format of tool calls; auto: the chat template's; none: left as text")
+    ] = "auto"
+    reasoning_parser: Annotated[str, Meta(description="format of reasoning; auto: the chat template's; none: left as text")] = (
+        "auto"
+    )
     generation_config: Annotated[
         Literal["auto", "model"], Meta(description="model: also take the sampling defaults of generation_config.json")
     ] = "auto"

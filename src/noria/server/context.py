@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from noria.observe.metrics import Metrics
     from noria.server.batches.service import BatchService
     from noria.server.client import EngineClient
-    from noria.server.loading import ModelText
     from noria.server.wire import EngineFacts
+    from noria.text.loader import TextModel
 
 HEALTH_TIMEOUT_S = 10.0  # of a round trip, which waits for the step that runs: far more than a step takes
 
@@ -30,7 +30,7 @@ class Served:
         *,
         client: EngineClient,
         facts: EngineFacts,
-        text: ModelText,
+        text: TextModel,
         metrics: Metrics,
         names: tuple[str, ...],
         model_defaults: bool,

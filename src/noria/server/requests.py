@@ -50,7 +50,6 @@ ACCEPTED = frozenset(
         "store",
         "verbosity",
         "cache_control",
-        "parallel_tool_calls",  # only says how tools would be called
     }
 )
 
@@ -143,6 +142,10 @@ class ChatBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
     prediction: PredictedContent | None = None
+    # Checked by `noria.server.tools`.
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -175,10 +178,10 @@ def _never(value: object) -> bool:
 
 # What Noria does not do (yet), and the values of each field that ask for nothing.
 REFUSED: Mapping[str, Callable[[object], bool]] = {
-    "tools": _only([]),
+    "tools": _only([]),  # chat has them
     "tool_choice": _only("none"),
     "functions": _only([]),
-    "function_call": _only("none"),
+    "function_call": _only("none", "auto"),
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "suffix": _only(""),
     "audio": _never,
@@ -206,6 +209,11 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "lora_path": _never,
     "lora_request": _never,
     "input_embeds": _never,
+}
+# What to send instead of a refused field.
+HINTS: Mapping[str, str] = {
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
 }
 # Names that look like a constraint on the output: ignoring one would return text that breaks it.
 CONSTRAINT = re.compile(
@@ -284,13 +292,11 @@ def _deeper(value: Any, levels: int) -> bool:
 
 def _refuse(name: str, value: object, body: Mapping[str, object]) -> None:
     allowed = REFUSED.get(name)
-    if name == "tools" and body.get("tool_choice") == "none":
-        return
     if name == "best_of":
         _check_best_of(value, body.get("n", 1))
         return
     if (allowed is None and CONSTRAINT.search(name)) or (allowed is not None and not allowed(value)):
-        raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
+        raise RequestError(f"{name} is not supported by this server; {HINTS.get(name, 'leave it out')}", param=name)
 
 
 def _check_best_of(best_of: object, n: object) -> None:

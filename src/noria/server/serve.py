@@ -135,12 +135,18 @@ class Server:
         from noria.observe.metrics import Metrics
         from noria.server.context import Served
         from noria.server.exchange import stamped
-        from noria.server.loading import start
+        from noria.server.loading import TextOptions, start
         from noria.weights.hub import cache_directory
 
         disable_created_metrics()  # type: ignore[no-untyped-call]
         cache = cache_directory(self._engine_config.cache_dir)
-        facts, text = await start(client, cache, self._config.chat_template, progress=self._stage)
+        config = self._config
+        options = TextOptions(
+            chat_template=config.chat_template,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        facts, text = await start(client, cache, options, progress=self._stage)
         client.stamp = stamped
         names = self._config.served_model_name or (facts.model,)
         context.served = Served(
