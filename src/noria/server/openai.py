@@ -258,8 +258,14 @@ async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
 
 
 def _usage(generation: Generation | BeamGeneration) -> dict[str, Any]:
-    reasoning = sum(answer.reasoning_tokens for answer in generation.answers)
-    return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens, reasoning=reasoning)
+    return usage(
+        generation.prompt_tokens,
+        generation.completion_tokens,
+        generation.cached_tokens,
+        reasoning=sum(answer.reasoning_tokens for answer in generation.answers),
+        predicted=sum(answer.predicted_tokens for answer in generation.answers),
+        unused_prediction=sum(answer.unused_prediction_tokens for answer in generation.answers),
+    )
 
 
 def _head(served: Served, call: Call, kind: str) -> dict[str, Any]:
