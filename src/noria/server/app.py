@@ -20,7 +20,9 @@ from noria.server.cors import cross_origin
 from noria.server.embeddings import Embeddings
 from noria.server.errors import JSON, error_response
 from noria.server.gate import Gate
+from noria.server.messages import Messages
 from noria.server.openai import OpenAI
+from noria.server.responses import Responses
 from noria.server.systemone import SystemOne
 from noria.types import RequestError
 
@@ -30,6 +32,7 @@ def make_app(context: ServerContext) -> ASGIApp:
     openai = OpenAI(context)
     embeddings = Embeddings(context)
     systemone = SystemOne(context)
+    responses, messages = Responses(context, openai), Messages(context, openai)
     probes = Probes(context)
     service = context.batches = BatchService(context)
     files, batches = Files(context, service), Batches(context, service)
@@ -43,6 +46,13 @@ def make_app(context: ServerContext) -> ASGIApp:
         Route("/v1/models/{model:path}", openai.model, methods=["GET"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/input_items", responses.items, methods=["GET"]),
+        Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/messages", messages.create, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/files", files.create, methods=["POST"]),
         Route("/v1/files", files.index, methods=["GET"]),
         Route("/v1/files/{file_id}", files.retrieve, methods=["GET"]),

@@ -216,3 +216,69 @@ class Decisions(msgspec.Struct):
     model: str
     answers: dict[str, dict[str, Any]]
     usage: Usage
+
+
+class ResponseObject(msgspec.Struct):
+    """A response of the Responses API."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+
+
+class ResponseDeleted(msgspec.Struct):
+    """It is forgotten."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(msgspec.Struct):
+    """Input items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class AnthropicMessage(msgspec.Struct):
+    """A message in Anthropic's shape."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class InputTokens(msgspec.Struct):
+    """How long a prompt is."""
+
+    input_tokens: int
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    """What went wrong, and what to change."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    """Every error under /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str

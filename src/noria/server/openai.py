@@ -76,24 +76,24 @@ class OpenAI:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: the ids of a prompt, or of rendered messages."""
-        body, _ = await self._read(request, TokenizeBody)
+        body, _ = await self.read(request, TokenizeBody)
         served = self._context.require(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", param="prompt")
         size = len(body.prompt or "") or INLINE_CHARACTERS + 1
-        tokens = await self._off_loop(size, lambda: _tokenize(served, body))
+        tokens = await self.off_loop(size, lambda: _tokenize(served, body))
         strings = [served.text.tokenizer.token_text(t) for t in tokens] if body.return_token_strs else None
         limit = served.facts.max_model_len
         return JSON({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of ids, control tokens included."""
-        body, _ = await self._read(request, DetokenizeBody)
+        body, _ = await self.read(request, DetokenizeBody)
         served = self._context.require(body.model)
         for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
             check_token("tokens", token, served.facts.vocab_size)
         decode = served.text.tokenizer.decode
-        text = await self._off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
+        text = await self.off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
         return JSON({"prompt": text})
 
     # Generation without HTTP
@@ -106,7 +106,7 @@ class OpenAI:
     async def prepare(self, data: bytes, kind: type[CompletionBody] | type[ChatBody]) -> tuple[Served, Call]:
         """A request body as a call that is ready to run. Raises RequestError."""
         arrival = time.monotonic()
-        body, unknown = await self._off_loop(len(data), lambda: parse_body(data, kind))
+        body, unknown = await self.off_loop(len(data), lambda: parse_body(data, kind))
         return await self.call_of(body, unknown, arrival)
 
     async def call_of(self, body: ChatBody | CompletionBody, unknown: Sequence[str], arrival: float) -> tuple[Served, Call]:
@@ -121,7 +121,7 @@ class OpenAI:
                 return chat_call(self._context, served, body, arrival)
             return completion_call(self._context, served, body, arrival)
 
-        call = await self._off_loop(prompt_size(body), make)
+        call = await self.off_loop(prompt_size(body), make)
         await _admit(served, call)
         return served, call
 
@@ -160,11 +160,11 @@ class OpenAI:
         finally:
             watcher.cancel()
 
-    async def _read(self, request: Request, kind: type[B]) -> tuple[B, list[str]]:
+    async def read(self, request: Request, kind: type[B]) -> tuple[B, list[str]]:
         data = await read_body(request, self._context.config.max_body_bytes)
-        return await self._off_loop(len(data), lambda: parse_body(data, kind))
+        return await self.off_loop(len(data), lambda: parse_body(data, kind))
 
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Do `work` here if it is short, else in a thread: other streams go on meanwhile."""
         if size <= INLINE_CHARACTERS:
             return work()

@@ -14,9 +14,12 @@ import msgspec
 
 from noria.observe.version import version
 from noria.server import documented as doc
+from noria.server.anthropic import CountBody, MessagesBody
 from noria.server.batches.objects import Batch, BatchBody, BatchList, FileDeleted, FileList, FileObject
 from noria.server.embeddings import EmbeddingBody, RerankBody, ScoreBody
+from noria.server.errors import ANTHROPIC_PATH
 from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from noria.server.responses_body import ResponsesBody
 from noria.server.systemone import DecisionBody
 from noria.server.validate import RANGES
 
@@ -56,6 +59,8 @@ BATCHES_LIMIT = Parameter("limit", {"type": "integer", "minimum": 1, "maximum": 
 ORDER = Parameter("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "by time of creation")
 PURPOSE = Parameter("purpose", {"type": "string"}, "files of that purpose only")
 
+RESTREAM = Parameter("stream", {"type": "boolean", "enum": [False]}, "must be false")
+
 ROUTES = (
     Entry("GET", "/health", "200 while the engine answers", doc.Status, open=True),
     Entry("GET", "/ready", "200 while new requests are welcome", doc.Status, open=True),
@@ -66,6 +71,13 @@ ROUTES = (
     Entry("GET", "/v1/models/{model}", "One of them", doc.Model),
     Entry("POST", "/v1/completions", "Complete a prompt", doc.Completion, CompletionBody, stream=True),
     Entry("POST", "/v1/chat/completions", "Answer messages", doc.ChatCompletion, ChatBody, stream=True),
+    Entry("POST", "/v1/responses", "Answer items", doc.ResponseObject, ResponsesBody, stream=True),
+    Entry("GET", "/v1/responses/{response_id}", "A stored response", doc.ResponseObject, query=(RESTREAM,)),
+    Entry("DELETE", "/v1/responses/{response_id}", "Forget a response", doc.ResponseDeleted),
+    Entry("GET", "/v1/responses/{response_id}/input_items", "What a response answered", doc.ItemList, query=(ORDER,)),
+    Entry("POST", "/v1/responses/{response_id}/cancel", "End a response in the background", doc.ResponseObject),
+    Entry("POST", "/v1/messages", "Answer messages, as Anthropic", doc.AnthropicMessage, MessagesBody, stream=True),
+    Entry("POST", "/v1/messages/count_tokens", "Size of a prompt, as Anthropic", doc.InputTokens, CountBody),
     Entry("POST", "/v1/embeddings", "Vectors of texts", doc.EmbeddingList, EmbeddingBody),
     Entry("POST", "/v1/score", "Similarity of texts", doc.ScoreList, ScoreBody),
     Entry("POST", "/v1/rerank", "Documents by similarity to a query", doc.Ranking, RerankBody),
@@ -116,7 +128,7 @@ UPLOAD = {
 def document(models: tuple[str, ...] = (), *, keys: bool = True) -> dict[str, Any]:
     """The whole document, OpenAPI 3.1. `models`: the served names, if they are known yet; `keys`: whether one is needed."""
     structs = {kind for entry in ROUTES for kind in (entry.answer, entry.body) if isinstance(kind, type)}
-    kinds = sorted(structs | {doc.Error}, key=lambda kind: kind.__name__)
+    kinds = sorted(structs | {doc.Error, doc.AnthropicError}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
     for kind in structs:
         properties = schemas[kind.__name__]["properties"]
@@ -133,7 +145,11 @@ def document(models: tuple[str, ...] = (), *, keys: bool = True) -> dict[str, An
         "security": [{"bearer": []}, {"apiKey": []}] if keys else [],
         "components": {
             "schemas": schemas,
-            "responses": {status: _error(text, status) for status, text in ERRORS.items()},
+            "responses": {
+                _response_name(status, kind): _error(text, status, kind)
+                for kind in (doc.Error, doc.AnthropicError)
+                for status, text in ERRORS.items()
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -151,7 +167,8 @@ def _operation(entry: Entry) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     elif entry.upload:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
-    errors = {status: {"$ref": f"#/components/responses/{status}"} for status in ERRORS}
+    kind = doc.AnthropicError if entry.path.startswith(ANTHROPIC_PATH) else doc.Error
+    errors = {status: {"$ref": f"#/components/responses/{_response_name(status, kind)}"} for status in ERRORS}
     operation["responses"] = {"200": {"description": "done", "content": _content(entry)}, **errors}
     if entry.open:
         operation["security"] = []
@@ -178,11 +195,15 @@ def _content(entry: Entry) -> dict[str, Any]:
     return content
 
 
-def _error(text: str, status: str) -> dict[str, Any]:
-    """A response object in the error shape."""
+def _response_name(status: str, kind: type[msgspec.Struct]) -> str:
+    return status if kind is doc.Error else f"{kind.__name__}{status}"
+
+
+def _error(text: str, status: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A response object in the error shape of a dialect."""
     response: dict[str, Any] = {
         "description": text,
-        "content": {"application/json": {"schema": {"$ref": REF.format(name=doc.Error.__name__)}}},
+        "content": {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}},
     }
     if status in ("429", "503"):
         response["headers"] = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}

@@ -204,6 +204,8 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "early_stopping": _only(False),
     "bad_words": _only([]),
     "logits_processors": _only([]),
+    "mcp_servers": _only([]),
+    "container": _never,
     "chat_template": _never,  # a template is a program: only the operator's is run
     "documents": _only([]),
     "prompt_embeds": _never,
