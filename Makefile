@@ -1,7 +1,7 @@
 # make serve   build Noria, pull the default model on first use, serve it      (MODEL=... PORT=... ARGS='--flag value')
 # make test    install the test extra and run the whole suite                  (ARGS='-k name')
 # make check   format, lint, strict types, import rules, quick tests
-# make bench   the workloads, in process                                       (MODEL=... ARGS=...)
+# make bench   the workloads in process, beside bench/baseline.json            (MODEL=... ARGS='--only w1', ARGS=--record)
 # make develop build in place for editing: the sources under src/ are what runs
 
 PYTHON ?= python3
@@ -22,19 +22,19 @@ test: $(VENV)/.tested
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.checked
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools
 	$(BIN)/clang-format --dry-run --Werror native/*.h native/*.cpp
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 format: $(VENV)/.checked
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools
 	$(BIN)/clang-format -i native/*.h native/*.cpp
 
 bench: $(VENV)/.installed
-	$(BIN)/noria bench throughput $(MODEL) $(ARGS)
+	$(BIN)/noria bench baseline $(MODEL) $(ARGS)
 
 develop: $(VENV)/bin/python
 	$(BIN)/pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja

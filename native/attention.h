@@ -10,11 +10,16 @@
 //                sum_lanes; acc_s = visible key pairs ascending (f32: keys), e rounded to the type of the cache
 //   merge        m' = max(m, m_s); acc = fma(acc, exp(m - m'), acc_s * exp(m_s - m')), and l in the same way; out = acc / l
 //
-// Queries are rounded to the type of the cache. Invisible keys are never part of a sum: their scores are selected away, and in the
+// An int8 cache holds K and V as codes with one scale for each token and head. The query becomes codes in the same way, and scores are
+// exact integer dot products: score = dot * (scale_k * scale_q). For the values, w = e * scale_v, W = the largest w of the split, each w is
+// rounded to an integer of 15 bits, round(w * (32767 / W)), and acc_s = (exact integer sum) * (W / 32767): there is no order to fix.
+//
+// Else queries are rounded to the type of the cache. Invisible keys are never part of a sum: their scores are selected away, and in the
 // one or two pairs of which the query sees one key only, the other key's value is replaced by +0. So the bits of a query depend
 // on nothing but its own prefix - not on how many queries a tile holds, nor on which thread computes which split.
 //
-// A tile computes up to 24 vectors (queries x heads that share the KV head), so that what is loaded of K and V serves all:
+// A tile computes up to 24 vectors (queries x heads that share the KV head), so that what is loaded of K and V serves all. Its queries are
+// neighbours in one row, or of rows that share their first blocks (a common prefix): those are together in the splits that they share.
 //
 //            blocks of the split   b0   b1   b2   b3   b4
 //   query 0                        .xx  xxx  xxx  x..            . invisible
@@ -23,40 +28,86 @@
 //                                 `each'`-- joint --'`-- each query by itself
 #pragma once
 #include "attention_args.h"
-#include "linear.h"  // load_u32
 #include "math.h"
 #include "quantize.h"
 #include "step.h"
 
 namespace noria::NORIA_TIER {
 
-// -- the two types of cache ------------------------------------------------------------------------------------------------------
+// -- the types of cache ------------------------------------------------------------------------------------------------------------
+//
+// All loads of K, of queries and of weights (what the values are multiplied by) are of 32-bit lanes, whatever is in a lane.
 
 struct Bf16Cache {
-  using Value = uint16_t;
-  static constexpr int kWidth = 2;  // values in a 32-bit lane: dims of K, keys of V
+  static constexpr int kKeyDims = 2, kValueKeys = 2;  // in a lane
+  static constexpr int kQueryBytes = 2, kWeightBytes = 2, kValueBytes = 2;
+  static constexpr bool kScales = false;
   using Lanes = bf16x32;
-  static Lanes lanes(const Value* p) { return load_pairs(p); }
-  static Lanes broadcast(const Value* p) { return set1_pair(load_u32(p)); }
-  static vf16 multiply_add(Lanes a, Lanes b, vf16 acc) { return dot_pairs(acc, a, b); }
-  static void put(Value* p, vf16 x) { store_bf16(p, x); }
+  using ValueLanes = bf16x32;
+  using Sum = vf16;
+  static Sum none() { return zero(); }
+  static Lanes lanes(const uint8_t* p) { return load_pairs(reinterpret_cast<const uint16_t*>(p)); }
+  static Lanes broadcast(const uint8_t* p) { return set1_pair(load_u32(p)); }
+  static ValueLanes value_lanes(const uint8_t* p) { return lanes(p); }
+  static ValueLanes broadcast_weight(const uint8_t* p) { return broadcast(p); }
+  static Sum multiply_add(Lanes a, Lanes b, Sum acc) { return dot_pairs(acc, a, b); }
+  static Sum load_sum(const float* p) { return load(p); }
+  static void store_sum(float* p, Sum x) { store(p, x); }
+  static void put(uint8_t* p, vf16 x) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }
 };
 
 struct F32Cache {
-  using Value = float;
-  static constexpr int kWidth = 1;
+  static constexpr int kKeyDims = 1, kValueKeys = 1;
+  static constexpr int kQueryBytes = 4, kWeightBytes = 4, kValueBytes = 4;
+  static constexpr bool kScales = false;
   using Lanes = vf16;
-  static Lanes lanes(const Value* p) { return load(p); }
-  static Lanes broadcast(const Value* p) { return set1(*p); }
-  static vf16 multiply_add(Lanes a, Lanes b, vf16 acc) { return fma(a, b, acc); }
-  static void put(Value* p, vf16 x) { store(p, x); }
+  using ValueLanes = vf16;
+  using Sum = vf16;
+  static Sum none() { return zero(); }
+  static Lanes lanes(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
+  static Lanes broadcast(const uint8_t* p) { return set1(*reinterpret_cast<const float*>(p)); }
+  static ValueLanes value_lanes(const uint8_t* p) { return lanes(p); }
+  static ValueLanes broadcast_weight(const uint8_t* p) { return broadcast(p); }
+  static Sum multiply_add(Lanes a, Lanes b, Sum acc) { return fma(a, b, acc); }
+  static Sum load_sum(const float* p) { return load(p); }
+  static void store_sum(float* p, Sum x) { store(p, x); }
+  static void put(uint8_t* p, vf16 x) { store(reinterpret_cast<float*>(p), x); }
+};
+
+struct Int8Cache {
+  static constexpr int kKeyDims = 4, kValueKeys = 2;
+  static constexpr int kQueryBytes = 1, kWeightBytes = 2, kValueBytes = 1;
+  static constexpr bool kScales = true;
+  using Lanes = vi16;  // four codes: of a query, or of a key with 128 added
+  using ValueLanes = i16x32;
+  using Sum = vi16;
+  static Sum none() { return set1_i32(0); }
+  static Lanes lanes(const uint8_t* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); }
+  static Lanes broadcast(const uint8_t* p) { return set1_i32(static_cast<int32_t>(load_u32(p))); }
+  static ValueLanes value_lanes(const uint8_t* p) { return load_pairs(reinterpret_cast<const int8_t*>(p)); }
+  static ValueLanes broadcast_weight(const uint8_t* p) { return set1_pair_i16(load_u32(p)); }
+  static Sum multiply_add(Lanes query, Lanes keys, Sum acc) { return dot_u8s8(acc, keys, query); }
+  static Sum multiply_add(ValueLanes weight, ValueLanes values, Sum acc) { return dot_pairs(acc, weight, values); }
+  static Sum load_sum(const float* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); }
+  static void store_sum(float* p, Sum x) { store_i32(reinterpret_cast<int32_t*>(p), x); }
+  static void put(uint8_t* p, vf16 x) { store_u16(reinterpret_cast<uint16_t*>(p), to_int(x)); }
+};
+
+// The scales of a head's 16 keys or values, behind their codes.
+inline vf16 block_scales(const uint8_t* block, int64_t dim) { return load(reinterpret_cast<const float*>(block + 16 * dim)); }
+
+// Query vectors in the form that the products read. `scales` and `sums` only where the cache has scales.
+struct Queries {
+  const uint8_t* data;  // [vectors][dim]
+  const float* scales;  // [vectors]
+  const int32_t* sums;  // [vectors] of codes
 };
 
 // -- register tiles ----------------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 constexpr int kMostVectors = 8;
-constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 1 : vectors >= 4 ? 2 : 4; }
+constexpr int blocks_beside(int vectors) { return vectors >= 8 ? 2 : vectors >= 4 ? 3 : 4; }
 constexpr int chunks_beside(int vectors) { return vectors >= 8 ? 2 : 4; }
 #else
 constexpr int kMostVectors = 4;
@@ -64,57 +115,65 @@ constexpr int blocks_beside(int vectors) { return vectors >= 3 ? 1 : 2; }
 constexpr int chunks_beside(int vectors) { return vectors >= 3 ? 1 : 2; }
 #endif
 
-// Scores of M vectors with the 16 keys of each of B blocks. q [M][dim], scores [M][256] from the first block's first key on.
+// Scores of M vectors from `first` on with the 16 keys of each of B blocks: scores [M][256] from the first block's first key on.
 template <class C, int M, int B>
-inline void score_tile(const typename C::Value* q, const typename C::Value* const* blocks, int64_t dim, float* scores) {
-  vf16 acc[M][B];
+inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks, int64_t dim, float* scores) {
+  typename C::Sum acc[M][B];
   for (int m = 0; m < M; ++m)
-    for (int b = 0; b < B; ++b) acc[m][b] = zero();
-  for (int64_t d = 0; d < dim; d += C::kWidth) {
+    for (int b = 0; b < B; ++b) acc[m][b] = C::none();
+  const uint8_t* const queries = q.data + first * dim * C::kQueryBytes;
+  for (int64_t lane = 0; lane < dim / C::kKeyDims; ++lane) {
     typename C::Lanes keys[B];
-    for (int b = 0; b < B; ++b) keys[b] = C::lanes(blocks[b] + d * 16);
+    for (int b = 0; b < B; ++b) keys[b] = C::lanes(blocks[b] + lane * 64);
     for (int m = 0; m < M; ++m) {
-      const typename C::Lanes query = C::broadcast(q + m * dim + d);
+      const typename C::Lanes query = C::broadcast(queries + m * dim * C::kQueryBytes + lane * 4);
       for (int b = 0; b < B; ++b) acc[m][b] = C::multiply_add(query, keys[b], acc[m][b]);
     }
   }
   for (int m = 0; m < M; ++m)
-    for (int b = 0; b < B; ++b) store(scores + m * kSplitKeys + b * 16, acc[m][b]);
+    for (int b = 0; b < B; ++b) {
+      float* const to = scores + m * kSplitKeys + b * 16;
+      if constexpr (C::kScales) {
+        const vf16 dot = to_float(acc[m][b] - set1_i32(128 * q.sums[first + m]));
+        store(to, dot * (block_scales(blocks[b], dim) * set1(q.scales[first + m])));
+      } else {
+        store(to, acc[m][b]);
+      }
+    }
 }
 
 template <class C, int M>
-void score_vectors(const typename C::Value* q, const typename C::Value* const* blocks, int count, int64_t dim, float* scores) {
+void score_vectors(const Queries& q, int first, const uint8_t* const* blocks, int count, int64_t dim, float* scores) {
   constexpr int kBeside = blocks_beside(M);
   int b = 0;
-  for (; b + kBeside <= count; b += kBeside) score_tile<C, M, kBeside>(q, blocks + b, dim, scores + b * 16);
-  for (; b < count; ++b) score_tile<C, M, 1>(q, blocks + b, dim, scores + b * 16);
+  for (; b + kBeside <= count; b += kBeside) score_tile<C, M, kBeside>(q, first, blocks + b, dim, scores + b * 16);
+  for (; b < count; ++b) score_tile<C, M, 1>(q, first, blocks + b, dim, scores + b * 16);
 }
 
-// acc [M][dim] += the value rows [first, last) times the probabilities e [M][256], over 16 D dims.
+// acc [M][dim] += the value rows [first, last) times the weights [M][256], over 16 D dims.
 template <class C, int M, int D>
-inline void value_tile(const typename C::Value* e, const typename C::Value* const* rows, int first, int last, int64_t dim, int64_t at,
-                       float* acc) {
-  vf16 sum[M][D];
+inline void value_tile(const uint8_t* weights, const uint8_t* const* rows, int first, int last, int64_t dim, int64_t at, float* acc) {
+  typename C::Sum sum[M][D];
   for (int m = 0; m < M; ++m)
-    for (int d = 0; d < D; ++d) sum[m][d] = load(acc + m * dim + at + d * 16);
+    for (int d = 0; d < D; ++d) sum[m][d] = C::load_sum(acc + m * dim + at + d * 16);
   for (int row = first; row < last; ++row) {
-    typename C::Lanes values[D];
-    for (int d = 0; d < D; ++d) values[d] = C::lanes(rows[row] + (at + d * 16) * C::kWidth);
+    typename C::ValueLanes values[D];
+    for (int d = 0; d < D; ++d) values[d] = C::value_lanes(rows[row] + (at + d * 16) * C::kValueKeys * C::kValueBytes);
     for (int m = 0; m < M; ++m) {
-      const typename C::Lanes weight = C::broadcast(e + m * kSplitKeys + row * C::kWidth);
+      const typename C::ValueLanes weight = C::broadcast_weight(weights + m * kSplitKeys * C::kWeightBytes + row * 4);
       for (int d = 0; d < D; ++d) sum[m][d] = C::multiply_add(weight, values[d], sum[m][d]);
     }
   }
   for (int m = 0; m < M; ++m)
-    for (int d = 0; d < D; ++d) store(acc + m * dim + at + d * 16, sum[m][d]);
+    for (int d = 0; d < D; ++d) C::store_sum(acc + m * dim + at + d * 16, sum[m][d]);
 }
 
 template <class C, int M>
-void value_vectors(const typename C::Value* e, const typename C::Value* const* rows, int first, int last, int64_t dim, float* acc) {
+void value_vectors(const uint8_t* weights, const uint8_t* const* rows, int first, int last, int64_t dim, float* acc) {
   constexpr int kBeside = chunks_beside(M);
   int64_t at = 0;
-  for (; at + 16 * kBeside <= dim; at += 16 * kBeside) value_tile<C, M, kBeside>(e, rows, first, last, dim, at, acc);
-  for (; at < dim; at += 16) value_tile<C, M, 1>(e, rows, first, last, dim, at, acc);
+  for (; at + 16 * kBeside <= dim; at += 16 * kBeside) value_tile<C, M, kBeside>(weights, rows, first, last, dim, at, acc);
+  for (; at < dim; at += 16) value_tile<C, M, 1>(weights, rows, first, last, dim, at, acc);
 }
 
 // Calls f.template operator()<M>(first vector) for register tiles that cover `count` vectors.
@@ -131,18 +190,20 @@ inline void in_register_tiles(int count, F f) {
 // -- one tile ------------------------------------------------------------------------------------------------------------------
 
 // A worker's memory for a tile of at most `vectors` vectors.
-template <class C>
 struct AttentionScratch {
-  typename C::Value* q;       // [vectors][dim]
-  float* scores;              // [vectors][256]
-  typename C::Value* e;       // [vectors][256]
-  float* split_acc;           // [vectors][dim]
-  float* split_max;           // [vectors]
-  float* split_sum;           // [vectors]
-  float* acc;                 // [vectors][dim]: the merged splits
-  float* max;                 // [vectors]
-  float* sum;                 // [vectors]
-  typename C::Value* masked;  // [2][dim][2]: copies of a query's first and last pair with one key's value zeroed
+  uint8_t* q;            // [vectors][dim] in the form of Queries
+  float* query_scales;   // [vectors]
+  int32_t* query_sums;   // [vectors]
+  float* scores;         // [vectors][256]
+  uint8_t* weights;      // [vectors][256]
+  float* weight_scales;  // [vectors]
+  float* split_acc;      // [vectors][dim]
+  float* split_max;      // [vectors]
+  float* split_sum;      // [vectors]
+  float* acc;            // [vectors][dim]: the merged splits
+  float* max;            // [vectors]
+  float* sum;            // [vectors]
+  uint16_t* masked;      // [2][dim][2]: copies of a query's first and last pair with one key's value zeroed
 };
 
 inline int64_t attention_vectors(const AttentionArgs& args) {
@@ -152,33 +213,32 @@ inline int64_t attention_vectors(const AttentionArgs& args) {
 
 inline int64_t attention_scratch_bytes(const AttentionArgs& args) {
   const int64_t vectors = attention_vectors(args), dim = args.kv.dim;
-  return vectors * (3 * dim + 2 * kSplitKeys + 64) * 4 + dim * 16 + 4096;
+  return vectors * (3 * dim + 2 * kSplitKeys + 64) * 4 + dim * 8 + 4096;
 }
 
-template <class C>
-AttentionScratch<C> attention_scratch(const AttentionArgs& args, void* memory) {
+inline AttentionScratch attention_scratch(const AttentionArgs& args, void* memory) {
   const int64_t vectors = attention_vectors(args), dim = args.kv.dim;
-  auto* at = static_cast<unsigned char*>(memory);
+  auto* at = static_cast<uint8_t*>(memory);
   const auto take = [&at](int64_t bytes) {
-    unsigned char* const p = at;
+    uint8_t* const p = at;
     at += (bytes + 63) / 64 * 64;
     return p;
   };
   const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
-  const auto values = [&](int64_t count) {
-    return reinterpret_cast<typename C::Value*>(take(count * static_cast<int64_t>(sizeof(typename C::Value))));
-  };
-  AttentionScratch<C> s;
-  s.q = values(vectors * dim);
+  AttentionScratch s;
+  s.q = take(vectors * dim * 4);
+  s.query_scales = floats(vectors);
+  s.query_sums = reinterpret_cast<int32_t*>(take(vectors * 4));
   s.scores = floats(vectors * kSplitKeys);
-  s.e = values(vectors * kSplitKeys);
+  s.weights = take(vectors * kSplitKeys * 4);
+  s.weight_scales = floats(vectors);
   s.split_acc = floats(vectors * dim);
   s.split_max = floats(vectors);
   s.split_sum = floats(vectors);
   s.acc = floats(vectors * dim);
   s.max = floats(vectors);
   s.sum = floats(vectors);
-  s.masked = values(4 * dim);
+  s.masked = reinterpret_cast<uint16_t*>(take(4 * dim * 2));
   return s;
 }
 
@@ -200,24 +260,22 @@ class AttentionTile {
       : args_(args),
         plan_(plan),
         work_(work),
+        step_(step),
+        queries_(plan.queries + work.first_query),
         kv_head_(kv_head),
         group_(args.heads / args.kv.kv_heads),
         dim_(args.kv.dim),
-        position_(step.positions[work.first_token]),
-        table_(block_table(step, args.kv.group, work.row)),
-        s_(attention_scratch<C>(args, memory)) {}
+        s_(attention_scratch(args, memory)) {}
 
   void run() {
     pack_queries();
     for (int32_t split = work_.first_split; split < work_.last_split; ++split) {
       const Visitors visitors = visitors_of(split);
-      attend_split(split, visitors);
-      for (int q = visitors.first; q < visitors.last; ++q)
-        for (int v = q * group_; v < (q + 1) * group_; ++v)
-          if (work_.partials < 0)
-            merge(v, split == first_split_of(q), s_.split_acc + v * dim_, s_.split_max[v], s_.split_sum[v]);
-          else
-            save_partial(v, split);
+      if (split < work_.joint_splits)
+        visit(split, visitors);
+      else
+        for (int q = visitors.first; q < visitors.last; ++q)
+          if (sees(q, split)) visit(split, {q, q + 1});
     }
     if (work_.partials >= 0) {
       if (!last_to_arrive()) return;
@@ -232,7 +290,9 @@ class AttentionTile {
     int first, last;
   };
 
-  int32_t position_of(int q) const { return position_ + q; }
+  int64_t token_of(int q) const { return queries_[q].token; }
+  int32_t position_of(int q) const { return step_.positions[queries_[q].token]; }
+  const int32_t* table_of(int q) const { return block_table(step_, args_.kv.group, queries_[q].row); }
   KeyRange keys_of(int q, int32_t split) const { return visible_keys(position_of(q), args_.window, split); }
 
   int32_t first_split_of(int q) const {
@@ -240,22 +300,41 @@ class AttentionTile {
     return args_.window > 0 && position >= args_.window ? (position - args_.window + 1) / kSplitKeys : 0;
   }
 
+  bool sees(int q, int32_t split) const {
+    const KeyRange keys = keys_of(q, split);
+    return keys.first <= keys.last;
+  }
+
   Visitors visitors_of(int32_t split) const {
-    const auto sees = [&](int q) {
-      const KeyRange keys = keys_of(q, split);
-      return keys.first <= keys.last;
-    };
-    Visitors v{0, work_.tokens};
-    while (v.first < v.last && !sees(v.first)) ++v.first;
-    while (v.first < v.last && !sees(v.last - 1)) --v.last;
+    Visitors v{0, work_.queries};
+    while (v.first < v.last && !sees(v.first, split)) ++v.first;
+    while (v.first < v.last && !sees(v.last - 1, split)) --v.last;
     return v;
   }
 
+  void visit(int32_t split, Visitors visitors) {
+    attend_split(split, visitors);
+    for (int q = visitors.first; q < visitors.last; ++q)
+      for (int v = q * group_; v < (q + 1) * group_; ++v)
+        if (work_.partials < 0)
+          merge(v, split == first_split_of(q), s_.split_acc + v * dim_, s_.split_max[v], s_.split_sum[v]);
+        else
+          save_partial(v, split);
+  }
+
   void pack_queries() {
-    for (int q = 0; q < work_.tokens; ++q) {
-      const float* const heads = args_.qkv + (work_.first_token + q) * args_.qkv_stride + static_cast<int64_t>(kv_head_) * group_ * dim_;
-      for (int64_t i = 0; i < group_ * dim_; i += 16) C::put(s_.q + q * group_ * dim_ + i, load(heads + i));
+    for (int q = 0; q < work_.queries; ++q) {
+      const float* const heads = args_.qkv + token_of(q) * args_.qkv_stride + static_cast<int64_t>(kv_head_) * group_ * dim_;
+      for (int h = 0; h < group_; ++h) pack_query(heads + h * dim_, q * group_ + h);
     }
+  }
+
+  void pack_query(const float* from, int v) {
+    uint8_t* const to = s_.q + v * dim_ * C::kQueryBytes;
+    if constexpr (C::kScales)
+      s_.query_scales[v] = quantize_values(from, dim_, reinterpret_cast<int8_t*>(to), s_.query_sums[v]);
+    else
+      for (int64_t i = 0; i < dim_; i += 16) C::put(to + i * C::kQueryBytes, load(from + i));
   }
 
   void attend_split(int32_t split, Visitors visitors) {
@@ -265,14 +344,16 @@ class AttentionTile {
     const int first_block = keys_of(visitors.first, split).first / kBlockSize - base;
     const int last_block = keys_of(visitors.last - 1, split).last / kBlockSize - base;
 
-    const typename C::Value* key_blocks[kSplitBlocks];
+    const int32_t* const table = table_of(visitors.first) + base;
+    const uint8_t* key_blocks[kSplitBlocks];
     for (int b = first_block; b <= last_block; ++b) {
-      key_blocks[b] = reinterpret_cast<const typename C::Value*>(key_block(args_.kv, table_[base + b], kv_head_));
-      const auto* values = reinterpret_cast<const typename C::Value*>(value_block(args_.kv, table_[base + b], kv_head_));
-      for (int r = 0; r < kBlockSize / C::kWidth; ++r) rows_[b * (kBlockSize / C::kWidth) + r] = values + r * dim_ * C::kWidth;
+      key_blocks[b] = key_block(args_.kv, table[b], kv_head_);
+      const uint8_t* const values = value_block(args_.kv, table[b], kv_head_);
+      for (int r = 0; r < kRows; ++r) rows_[b * kRows + r] = values + r * dim_ * C::kValueKeys * C::kValueBytes;
     }
+    const Queries queries{s_.q, s_.query_scales, s_.query_sums};
     in_register_tiles(vectors, [&]<int M>(int v) {
-      score_vectors<C, M>(s_.q + (vector + v) * dim_, key_blocks + first_block, last_block - first_block + 1, dim_,
+      score_vectors<C, M>(queries, vector + v, key_blocks + first_block, last_block - first_block + 1, dim_,
                           s_.scores + (vector + v) * kSplitKeys + first_block * kBlockSize);
     });
     for (int q = visitors.first; q < visitors.last; ++q) {
@@ -281,12 +362,16 @@ class AttentionTile {
     }
     std::memset(s_.split_acc + vector * dim_, 0, static_cast<size_t>(vectors * dim_) * sizeof(float));
     add_values(split, visitors);
+    if constexpr (C::kScales)
+      for (int v = vector; v < vector + vectors; ++v)
+        for (float* acc = s_.split_acc + v * dim_; acc < s_.split_acc + (v + 1) * dim_; acc += 16)
+          store(acc, to_float(C::load_sum(acc)) * set1(s_.weight_scales[v]));
   }
 
-  // Scores to exponentials for the keys [first, last] of the split: s_.e, split_max, split_sum.
+  // Scores to weights for the keys [first, last] of the split: s_.weights, split_max, split_sum.
   void soften(int v, int first, int last) {
     float* const scores = s_.scores + v * kSplitKeys;
-    typename C::Value* const e = s_.e + v * kSplitKeys;
+    uint8_t* const weights = s_.weights + v * kSplitKeys * C::kWeightBytes;
     const int first_block = first / kBlockSize, last_block = last / kBlockSize;
     const auto visible = [&](int b) {  // in the range's first and last block some lanes are not
       const unsigned from = b == first_block ? 0xffffu << first % kBlockSize : 0xffffu;
@@ -294,35 +379,59 @@ class AttentionTile {
       return mask_bits(static_cast<uint16_t>(from & to));
     };
     vf16 highest = set1(-kInfinity);
-    for (int b = first_block; b <= last_block; ++b) {
-      vf16 score = load(scores + b * 16) * set1(args_.scale);
-      if (args_.softcap > 0.0f) score = soft_capped(score, args_.softcap);
-      score = select(visible(b), score, set1(-kInfinity));
+    const auto scaled = [&](int b) {
+      const vf16 score = load(scores + b * 16) * set1(args_.scale);
+      return args_.softcap > 0.0f ? soft_capped(score, args_.softcap) : score;
+    };
+    const auto keep = [&](int b, vf16 score) {
       store(scores + b * 16, score);
       highest = NORIA_TIER::max(score, highest);  // a NaN is passed over here and arrives by its exponential
-    }
+    };
+    keep(first_block, select(visible(first_block), scaled(first_block), set1(-kInfinity)));
+    for (int b = first_block + 1; b < last_block; ++b) keep(b, scaled(b));
+    if (last_block > first_block) keep(last_block, select(visible(last_block), scaled(last_block), set1(-kInfinity)));
     s_.split_max[v] = max_lanes(highest);
+
     const vf16 most = set1(s_.split_max[v]);
     vf16 sum = zero();
-    for (int b = first_block; b <= last_block; ++b) {
-      const vf16 value = select(visible(b), exp_not_positive(load(scores + b * 16) - most), zero());
-      C::put(e + b * 16, value);
+    const auto exponential = [&](int b) { return exp_not_positive(load(scores + b * 16) - most); };
+    const auto add = [&](int b, vf16 value) {
+      if constexpr (C::kScales)
+        store(scores + b * 16, value);
+      else
+        C::put(weights + b * 16 * C::kWeightBytes, value);
       sum = sum + value;
-    }
+    };
+    add(first_block, select(visible(first_block), exponential(first_block), zero()));
+    for (int b = first_block + 1; b < last_block; ++b) add(b, exponential(b));
+    if (last_block > first_block) add(last_block, select(visible(last_block), exponential(last_block), zero()));
     s_.split_sum[v] = sum_lanes(sum);
+    if constexpr (C::kScales) {
+      vf16 most_weight = zero(), broken = zero();
+      for (int b = first_block; b <= last_block; ++b) {
+        const vf16 weight = select(visible(b), load(scores + b * 16) * block_scales(rows_[b * kRows], dim_), zero());
+        store(scores + b * 16, weight);
+        most_weight = NORIA_TIER::max(weight, most_weight);
+        broken = broken + (weight - weight);  // NaN where a value was not finite, else zero
+      }
+      const float most_of_split = max_lanes(most_weight);
+      const vf16 inverse = set1(most_of_split > 0.0f ? 32767.0f / most_of_split : 0.0f);
+      for (int b = first_block; b <= last_block; ++b) C::put(weights + b * 16 * C::kWeightBytes, load(scores + b * 16) * inverse);
+      s_.weight_scales[v] = most_of_split / 32767.0f + sum_lanes(broken);
+    }
   }
 
-  // split_acc += values times exponentials: each query's own first blocks, the blocks that all see in full, its own last blocks.
+  // split_acc += values times weights: each query's own first blocks, the blocks that all see in full, its own last blocks.
   void add_values(int32_t split, Visitors visitors) {
     const int32_t low = split * kSplitKeys;
     const int latest_first = keys_of(visitors.last - 1, split).first - low, earliest_last = keys_of(visitors.first, split).last - low;
-    const int joint_first = (latest_first + kBlockSize - 1) / kBlockSize * kBlockSize / C::kWidth;
-    const int joint_last = (earliest_last + 1) / kBlockSize * kBlockSize / C::kWidth;
+    const int joint_first = (latest_first + kBlockSize - 1) / kBlockSize * kBlockSize / C::kValueKeys;
+    const int joint_last = (earliest_last + 1) / kBlockSize * kBlockSize / C::kValueKeys;
     const bool joint = visitors.last - visitors.first > 1 && joint_first < joint_last;
     const auto own = [&](int q, bool before, bool after) {
       const KeyRange keys = keys_of(q, split);
       const int first = keys.first - low, last = keys.last - low;
-      const int from = before ? first / C::kWidth : joint_last, to = after ? last / C::kWidth + 1 : joint_first;
+      const int from = before ? first / C::kValueKeys : joint_last, to = after ? last / C::kValueKeys + 1 : joint_first;
       if (from < to) add_own_values(q, first, last, from, to);
     };
     for (int q = visitors.first; q < visitors.last; ++q) own(q, true, !joint);
@@ -333,9 +442,9 @@ class AttentionTile {
 
   // One query's value rows [from, to), where it sees the keys [first, last] of the split.
   void add_own_values(int q, int first, int last, int from, int to) {
-    const typename C::Value* const kept_first = rows_[from];
-    const typename C::Value* const kept_last = rows_[to - 1];
-    if constexpr (C::kWidth == 2) {
+    const uint8_t* const kept_first = rows_[from];
+    const uint8_t* const kept_last = rows_[to - 1];
+    if constexpr (C::kValueKeys == 2 && !C::kScales) {  // a code is finite whatever it is, and its weight is zero
       if (from == first / 2 && first % 2 == 1) rows_[from] = without_key(rows_[from], 0, s_.masked);
       if (to - 1 == last / 2 && last % 2 == 0) rows_[to - 1] = without_key(rows_[to - 1], 1, s_.masked + 2 * dim_);
     }
@@ -345,17 +454,16 @@ class AttentionTile {
   }
 
   // A copy of a pair's row [dim][2] with +0 for one of the two keys.
-  const uint16_t* without_key(const uint16_t* row, int key, uint16_t* copy) const {
-    for (int64_t d = 0; d < dim_; ++d) {
-      copy[2 * d + key] = 0;
-      copy[2 * d + 1 - key] = row[2 * d + 1 - key];
-    }
-    return copy;
+  const uint8_t* without_key(const uint8_t* row, int key, uint16_t* copy) const {
+    std::memcpy(copy, row, static_cast<size_t>(dim_) * 4);
+    for (int64_t d = 0; d < dim_; ++d) copy[2 * d + key] = 0;
+    return reinterpret_cast<const uint8_t*>(copy);
   }
 
   void add_rows(int vector, int vectors, int from, int to) {
     in_register_tiles(vectors, [&]<int M>(int v) {
-      value_vectors<C, M>(s_.e + (vector + v) * kSplitKeys, rows_, from, to, dim_, s_.split_acc + (vector + v) * dim_);
+      value_vectors<C, M>(s_.weights + (vector + v) * kSplitKeys * C::kWeightBytes, rows_, from, to, dim_,
+                          s_.split_acc + (vector + v) * dim_);
     });
   }
 
@@ -377,7 +485,7 @@ class AttentionTile {
   }
 
   float* partial(int v, int32_t split) const {
-    const int64_t index = (static_cast<int64_t>(kv_head_) * work_.splits + split - work_.base_split) * work_.tokens * group_ + v;
+    const int64_t index = (static_cast<int64_t>(kv_head_) * work_.splits + split - work_.base_split) * work_.queries * group_ + v;
     return plan_.partials + work_.partials + index * partial_width(args_.kv.dim);
   }
   void save_partial(int v, int32_t split) const {
@@ -407,8 +515,8 @@ class AttentionTile {
   void write_out() const {
     const int64_t width = static_cast<int64_t>(args_.heads) * dim_, columns = static_cast<int64_t>(group_) * dim_;
     const int64_t column = static_cast<int64_t>(kv_head_) * columns;
-    for (int q = 0; q < work_.tokens; ++q) {
-      const int64_t token = work_.first_token + q;
+    for (int q = 0; q < work_.queries; ++q) {
+      const int64_t token = token_of(q);
       float* const out = args_.out + token * width + column;
       for (int h = 0; h < group_; ++h) {
         const int v = q * group_ + h;
@@ -429,23 +537,28 @@ class AttentionTile {
   const AttentionArgs& args_;
   const AttentionPlan& plan_;
   const AttentionWork& work_;
+  const StepView& step_;
+  const AttentionQuery* const queries_;  // positions ascend: of one row, or in the order of their positions
   const int32_t kv_head_;
   const int group_;
   const int64_t dim_;
-  const int32_t position_;  // of the first query
-  const int32_t* const table_;
-  const AttentionScratch<C> s_;
-  const typename C::Value* rows_[kSplitKeys / C::kWidth];  // value rows of the split at hand
+  const AttentionScratch s_;
+  static constexpr int kRows = kBlockSize / C::kValueKeys;  // value rows of a block
+  const uint8_t* rows_[kSplitBlocks * kRows];               // value rows of the split at hand
 };
 
 // Tile `tile` of plan.work_count * kv_heads.
 inline void attention_tile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, int64_t tile, void* memory) {
   const AttentionWork& work = plan.work[tile / args.kv.kv_heads];
   const auto kv_head = static_cast<int32_t>(tile % args.kv.kv_heads);
-  if (args.kv.is_f32)
-    AttentionTile<F32Cache>(args, step, plan, work, kv_head, memory).run();
-  else
-    AttentionTile<Bf16Cache>(args, step, plan, work, kv_head, memory).run();
+  switch (args.kv.type) {
+    case KVType::bf16:
+      return AttentionTile<Bf16Cache>(args, step, plan, work, kv_head, memory).run();
+    case KVType::f32:
+      return AttentionTile<F32Cache>(args, step, plan, work, kv_head, memory).run();
+    case KVType::int8:
+      return AttentionTile<Int8Cache>(args, step, plan, work, kv_head, memory).run();
+  }
 }
 
 }  // namespace noria::NORIA_TIER

@@ -20,14 +20,20 @@ struct AttentionArgs {
   uint16_t* pairs;          // With `quantized`, heads / kv_heads * dim is a multiple of 32.
 };
 
-// Query vectors that are computed together: some queries of one row by the heads that share a KV head.
+// Query vectors that are computed together: some queries by the heads that share a KV head.
 constexpr int32_t kVectors = 24;
 static inline int32_t queries_a_tile(int32_t group_heads) { return group_heads >= kVectors ? 1 : kVectors / group_heads; }
 
-// Neighbouring queries of one row, in the splits [first_split, last_split) of their `splits` splits from `base_split` on.
+struct AttentionQuery {
+  int32_t row, token;
+};
+
+// Queries of one work, in the splits [first_split, last_split) of their `splits` splits from `base_split` on. They are neighbours in one
+// row, or of several rows that share their first blocks: then they see the same keys in the splits before `joint_splits`, each of them
+// all of these keys, and in the later splits each query is by itself.
 struct AttentionWork {
-  int32_t row;
-  int32_t first_token, tokens;
+  int32_t first_query, queries;  // in AttentionPlan::queries
+  int32_t joint_splits;
   int32_t first_split, last_split;
   int32_t base_split, splits;
   int32_t counter;   // index into AttentionPlan::counters, one a KV head
@@ -38,6 +44,7 @@ struct AttentionWork {
 struct AttentionPlan {
   const AttentionWork* work;
   int64_t work_count;
+  const AttentionQuery* queries;
   float* partials;     // [work's KV head][split][vector][partial_width(dim)]
   uint32_t* counters;  // partial results that are ready; zero at the step's begin
 };

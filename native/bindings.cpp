@@ -15,6 +15,7 @@ using namespace nb::literals;
 namespace noria {
 
 void bind_linear(nb::module_& m);  // linear_bindings.cpp
+void bind_limits(nb::module_& m);  // limits.cpp
 
 namespace {
 
@@ -28,8 +29,11 @@ WeightFormat format_of(const std::string& kind, int group, bool half_scales, boo
   return {k, static_cast<uint8_t>(group), half_scales, has_minimum};
 }
 
-KVLayout layout(uintptr_t cache, int64_t block_bytes, int64_t slot, int32_t group, int32_t kv_heads, int32_t dim, bool is_f32) {
-  return {at<uint8_t>(cache), block_bytes, slot, group, kv_heads, dim, is_f32};
+KVLayout layout(uintptr_t cache, int64_t block_bytes, int64_t slot, int32_t group, int32_t kv_heads, int32_t dim, const std::string& type) {
+  if (type != "bf16" && type != "f32" && type != "int8") throw nb::value_error("a cache of an unknown type");
+  const KVType kind = type == "bf16" ? KVType::bf16 : type == "f32" ? KVType::f32 : KVType::int8;
+  if (kind == KVType::int8 && dim > 1024) throw nb::value_error("an int8 cache holds heads of at most 1024 dims");
+  return {at<uint8_t>(cache), block_bytes, slot, group, kv_heads, dim, kind};
 }
 
 // A tape with the limits that inputs are checked against.
@@ -110,11 +114,11 @@ void bind_recording(nb::class_<BoundTape>& c) {
   c.def(
       "write_kv",
       [](BoundTape& t, uintptr_t qkv, int64_t stride, int32_t heads, uintptr_t cache, int64_t block_bytes, int64_t slot, int32_t group,
-         int32_t kv_heads, int32_t dim, bool f32) {
+         int32_t kv_heads, int32_t dim, const std::string& type) {
         t.tape.add_stage({.kind = StageKind::write_kv,
-                          .write_kv = {at<float>(qkv), stride, heads, layout(cache, block_bytes, slot, group, kv_heads, dim, f32)}});
+                          .write_kv = {at<float>(qkv), stride, heads, layout(cache, block_bytes, slot, group, kv_heads, dim, type)}});
       },
-      "qkv"_a, "stride"_a, "heads"_a, "cache"_a, "block_bytes"_a, "slot"_a, "group"_a, "kv_heads"_a, "dim"_a, "f32"_a);
+      "qkv"_a, "stride"_a, "heads"_a, "cache"_a, "block_bytes"_a, "slot"_a, "group"_a, "kv_heads"_a, "dim"_a, "type"_a);
   c.def(
       "quantize",
       [](BoundTape& t, uintptr_t x, int64_t width, uintptr_t workspace, int64_t rows) {
@@ -157,8 +161,8 @@ void bind_recording(nb::class_<BoundTape>& c) {
   c.def(
       "attention",
       [](BoundTape& t, uintptr_t qkv, int64_t stride, uintptr_t out, int32_t heads, float scale, float softcap, int32_t window,
-         uintptr_t cache, int64_t block_bytes, int64_t slot, int32_t group, int32_t kv_heads, int32_t dim, bool f32, uintptr_t quantized,
-         int64_t rows, uintptr_t pairs) {
+         uintptr_t cache, int64_t block_bytes, int64_t slot, int32_t group, int32_t kv_heads, int32_t dim, const std::string& type,
+         uintptr_t quantized, int64_t rows, uintptr_t pairs) {
         AttentionArgs args = {at<float>(qkv),
                               stride,
                               at<float>(out),
@@ -166,14 +170,14 @@ void bind_recording(nb::class_<BoundTape>& c) {
                               scale,
                               softcap,
                               window,
-                              layout(cache, block_bytes, slot, group, kv_heads, dim, f32),
+                              layout(cache, block_bytes, slot, group, kv_heads, dim, type),
                               {},
                               at<uint16_t>(pairs)};
         if (quantized != 0) args.quantized = quantized_view(at<void>(quantized), rows, static_cast<int64_t>(heads) * dim);
         t.tape.add_attention(args);
       },
       "qkv"_a, "stride"_a, "out"_a, "heads"_a, "scale"_a, "softcap"_a, "window"_a, "cache"_a, "block_bytes"_a, "slot"_a, "group"_a,
-      "kv_heads"_a, "dim"_a, "f32"_a, "quantized"_a, "rows"_a, "pairs"_a);
+      "kv_heads"_a, "dim"_a, "type"_a, "quantized"_a, "rows"_a, "pairs"_a);
 
   c.def("begin_logits", [](BoundTape& t, int64_t chunk_rows) { t.tape.begin_logits(chunk_rows); }, "chunk_rows"_a);
   c.def("draw", [](BoundTape& t, uintptr_t logits) { t.tape.add_draw(at<float>(logits)); }, "logits"_a);
@@ -230,6 +234,7 @@ NB_MODULE(_native, m) {
   noria::bind_pool(m);
   noria::bind_tape(m);
   noria::bind_linear(m);
+  noria::bind_limits(m);
   m.def("available_tiers", &noria::available_tiers, "Instruction-set tiers of this build that this CPU can run, the best last.");
   m.def(
       "best_tier", [](const std::string& tier) { return std::string(noria::kernels_of(tier).name); }, "tier"_a,

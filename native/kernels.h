@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "attention_args.h"
+#include "limits_args.h"
 #include "linear_args.h"
 #include "rows_args.h"
 #include "step.h"
@@ -35,6 +36,10 @@ struct KernelTable {
   bool (*map)(const char* function, const float* x, float* y, int64_t count);
   // philox.h: the noise of tokens [0, count)
   void (*noise)(uint64_t seed, int64_t position, int32_t stream, float* noise, int64_t count);
+
+  // limits.h
+  int64_t (*peak)(LimitUnit unit, int64_t rounds, const unsigned char* operands, unsigned char* sink);
+  void (*read)(const unsigned char* data, int64_t bytes, unsigned char* sink);
 };
 
 }  // namespace noria

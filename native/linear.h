@@ -47,12 +47,6 @@ struct Prefetch {
 };
 constexpr int64_t kPrefetchDistance = 4096;  // bytes
 
-inline uint32_t load_u32(const void* p) {
-  uint32_t r;
-  std::memcpy(&r, p, 4);
-  return r;
-}
-
 // -- sums over the inner dimension: acc[r][h] of rows row + r and columns 16 (First + h) .. of one panel ---------------------------
 
 template <int R, int H, int First>

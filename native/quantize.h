@@ -12,18 +12,46 @@ constexpr int kActivationGroup = 32;
 // Below this, amax / 127 would be a denormal and 127 / amax infinite: such a group is zero.
 constexpr float kSmallestAmax = 0x1p-119f;
 
+// The bits of |x|: compared as integers they have the order of the floats, and a NaN is above infinity.
+inline vi16 magnitude_bits(vf16 x) { return float_to_bits(x) & set1_i32(0x7fffffff); }
+
+// How values whose largest magnitude has the bits `amax_bits` become codes.
+struct Quantizer {
+  bool usable;
+  float scale;
+  vf16 inverse;
+
+  explicit Quantizer(int32_t amax_bits) {
+    float amax;
+    std::memcpy(&amax, &amax_bits, 4);
+    const bool finite = amax_bits < 0x7f800000;
+    usable = finite && amax >= kSmallestAmax;
+    scale = usable ? amax / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    inverse = set1(usable ? 127.0f / amax : 0.0f);
+  }
+  vi16 codes(vf16 x) const { return usable ? to_int(x * inverse) : set1_i32(0); }
+};
+
+// `count` values (a multiple of 16) with one scale; returns it. The codes' sum goes to `sum`.
+inline float quantize_values(const float* x, int64_t count, int8_t* codes, int32_t& sum) {
+  vi16 most = set1_i32(0);
+  for (int64_t i = 0; i < count; i += 16) most = max_i32(most, magnitude_bits(load(x + i)));
+  const Quantizer quantizer(max_lanes_i32(most));
+  vi16 sums = set1_i32(0);
+  for (int64_t i = 0; i < count; i += 16) {
+    const vi16 some = quantizer.codes(load(x + i));
+    store_i8(codes + i, some);
+    sums = sums + some;
+  }
+  sum = sum_lanes_i32(sums);
+  return quantizer.scale;
+}
+
 // One group: 32 values to codes, scale and sums.
 inline void quantize_group(vf16 low, vf16 high, const QuantizedRows& out, int64_t group) {
-  const vi16 magnitude = set1_i32(0x7fffffff);
-  // The largest magnitude, compared as integers: the order is that of the floats, and a NaN is above infinity.
-  const int32_t amax_bits = max_lanes_i32(max_i32(float_to_bits(low) & magnitude, float_to_bits(high) & magnitude));
-  float amax;
-  std::memcpy(&amax, &amax_bits, 4);
-
-  const bool finite = amax_bits < 0x7f800000, usable = finite && amax >= kSmallestAmax;
-  const float scale = usable ? amax / 127.0f : finite ? 0.0f : __builtin_nanf("");
-  const vf16 inverse = set1(usable ? 127.0f / amax : 0.0f);
-  const vi16 low_codes = usable ? to_int(low * inverse) : set1_i32(0), high_codes = usable ? to_int(high * inverse) : set1_i32(0);
+  const Quantizer quantizer(max_lanes_i32(max_i32(magnitude_bits(low), magnitude_bits(high))));
+  const float scale = quantizer.scale;
+  const vi16 low_codes = quantizer.codes(low), high_codes = quantizer.codes(high);
   store_i8(out.codes + group * 32, low_codes);
   store_i8(out.codes + group * 32 + 16, high_codes);
 

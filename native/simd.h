@@ -84,6 +84,18 @@ inline vi16 max_i32(vi16 a, vi16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline int32_t max_lanes_i32(vi16 a) { return _mm512_reduce_max_epi32(a.v); }
 inline int32_t sum_lanes_i32(vi16 a) { return _mm512_reduce_add_epi32(a.v); }
 
+// Sixteen pairs of int16.
+struct i16x32 {
+  __m512i v;
+};
+inline i16x32 load_pairs(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline i16x32 set1_pair_i16(uint32_t pair) { return {_mm512_set1_epi32(static_cast<int>(pair))}; }
+#if defined(__AVX512VNNI__)
+inline vi16 dot_pairs(vi16 acc, i16x32 a, i16x32 b) { return {_mm512_dpwssd_epi32(acc.v, a.v, b.v)}; }
+#else
+inline vi16 dot_pairs(vi16 acc, i16x32 a, i16x32 b) { return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(a.v, b.v))}; }
+#endif
+
 #if defined(__AVX512VNNI__)
 inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) { return {_mm512_dpbusd_epi32(acc.v, codes.v, quad.v)}; }
 
@@ -209,6 +221,21 @@ inline int32_t sum_lanes_i32(vi16 a) {
   __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+struct i16x32 {
+  __m256i lo, hi;
+};
+inline i16x32 load_pairs(const int8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline i16x32 set1_pair_i16(uint32_t pair) {
+  const __m256i x = _mm256_set1_epi32(static_cast<int>(pair));
+  return {x, x};
+}
+inline vi16 dot_pairs(vi16 acc, i16x32 a, i16x32 b) {
+  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(a.lo, b.lo)), _mm256_add_epi32(acc.hi, _mm256_madd_epi16(a.hi, b.hi))};
 }
 
 inline __m256i dot_u8s8(__m256i acc, __m256i codes, __m256i quad) {
@@ -427,6 +454,24 @@ inline vi16 dot_u8s8(vi16 acc, vi16 codes, vi16 quad) {
   return acc;
 }
 
+struct i16x32 {
+  int16_t v[32];
+};
+inline i16x32 load_pairs(const int8_t* p) {
+  i16x32 r;
+  for (int i = 0; i < 32; ++i) r.v[i] = p[i];
+  return r;
+}
+inline i16x32 set1_pair_i16(uint32_t pair) {
+  i16x32 r;
+  for (int i = 0; i < 32; ++i) r.v[i] = static_cast<int16_t>(i % 2 == 0 ? pair : pair >> 16);
+  return r;
+}
+inline vi16 dot_pairs(vi16 acc, i16x32 a, i16x32 b) {
+  NORIA_EACH acc.v[i] += a.v[2 * i] * b.v[2 * i] + a.v[2 * i + 1] * b.v[2 * i + 1];
+  return acc;
+}
+
 struct u4dot {
   vi16 v;
 };
@@ -440,6 +485,11 @@ inline vi16 end_u4s8(u4dot acc, vi16) { return acc.v; }
 // -- the same text on every tier ------------------------------------------------------------------------------------------
 
 inline vf16 zero() { return set1(0.0f); }
+inline uint32_t load_u32(const void* p) {
+  uint32_t r;
+  std::memcpy(&r, p, 4);
+  return r;
+}
 
 // Sum and maximum of the 16 lanes in a fixed tree: lane i with i + 8, then i + 4, i + 2, i + 1.
 inline float sum_lanes(vf16 a) {
@@ -492,6 +542,8 @@ inline float from_bf16(uint16_t h) {
   std::memcpy(&r, &b, 4);
   return r;
 }
+
+// dot_pairs over i16x32: acc + a_even * b_even + a_odd * b_odd, exact in int32.
 
 // Exact dot products of unsigned weight codes with signed activation codes. A lane holds four inner elements (a quad), one a byte.
 //

@@ -9,7 +9,6 @@ namespace noria {
 
 namespace {
 
-constexpr int64_t kMostPartials = 16 << 20;  // floats: 64 MB of address space
 constexpr int64_t kTilesPerThread = 4;
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("step inputs: " + message); }
@@ -17,10 +16,6 @@ constexpr int64_t kTilesPerThread = 4;
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-bool same_shape(const AttentionArgs& a, const AttentionArgs& b) {
-  return a.heads == b.heads && a.window == b.window && a.kv.kv_heads == b.kv.kv_heads && a.kv.dim == b.kv.dim;
-}
 
 }  // namespace
 
@@ -73,9 +68,8 @@ void Tape::add_segment(const LinearSegment& segment) {
 void Tape::add_attention(const AttentionArgs& args) {
   Op op{.kind = OpKind::attention, .domain = Domain::tokens, .in_loop = false};
   op.attention = args;
-  op.plan = static_cast<size_t>(std::find_if(plans_.begin(), plans_.end(), [&](const Plan& p) { return same_shape(p.shape, args); }) -
-                                plans_.begin());
-  if (op.plan == plans_.size()) plans_.push_back({.shape = args, .work = {}, .counters = {}, .partials = nullptr});
+  while (op.plan < planners_.size() && !planners_[op.plan].serves(args)) ++op.plan;
+  if (op.plan == planners_.size()) planners_.emplace_back(args, pool_->threads(), limits_.table_width);
   ops_.push_back(std::move(op));
 }
 
@@ -100,13 +94,6 @@ void Tape::finish() {
     scratch_.push_back(std::unique_ptr<std::byte[]>(new std::byte[static_cast<size_t>(bytes) + 64]));
     const auto address = reinterpret_cast<uintptr_t>(scratch_.back().get());
     scratch_start_.push_back(scratch_.back().get() + (64 - address % 64) % 64);
-  }
-  const int64_t splits = ceil_divide(limits_.table_width, kSplitBlocks);
-  for (Plan& plan : plans_) {
-    const int32_t group = plan.shape.heads / plan.shape.kv.kv_heads;
-    const int64_t vectors = static_cast<int64_t>(queries_a_tile(group)) * group;
-    plan.capacity = std::min(kMostPartials, kTilesPerThread * pool_->threads() * splits * vectors * partial_width(plan.shape.kv.dim));
-    plan.partials.reset(new float[static_cast<size_t>(plan.capacity)]);
   }
 }
 
@@ -190,50 +177,6 @@ void Tape::order_draws(const StepView& step) {
     draw_order_[static_cast<size_t>(next[static_cast<size_t>(d.logit_row[i])]++)] = static_cast<int32_t>(i);
 }
 
-// -- attention ---------------------------------------------------------------------------------------------------------------------
-
-void Tape::plan_attention(Plan& plan, const StepView& step) {
-  const int32_t queries = queries_a_tile(plan.shape.heads / plan.shape.kv.kv_heads), window = plan.shape.window;
-  plan.work.clear();
-  for (int64_t r = 0; r < step.row_count; ++r) {
-    for (int32_t t = step.row_offsets[r]; t < step.row_offsets[r + 1]; t += queries) {
-      const int32_t tokens = std::min(queries, step.row_offsets[r + 1] - t), first = step.positions[t], last = first + tokens - 1;
-      const int32_t start = window > 0 && first >= window ? first - window + 1 : 0;
-      const int32_t base = start / kSplitKeys, end = last / kSplitKeys + 1;
-      plan.work.push_back({static_cast<int32_t>(r), t, tokens, base, end, base, end - base, 0, -1});
-    }
-  }
-  share_splits(plan);
-  const auto cost = [](const AttentionWork& w) { return static_cast<int64_t>(w.tokens) * (w.last_split - w.first_split); };
-  std::stable_sort(plan.work.begin(), plan.work.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
-  plan.view = {plan.work.data(), static_cast<int64_t>(plan.work.size()), plan.partials.get(), plan.counters.data()};
-}
-
-// Where there are too few tiles for the threads, each split of a long row becomes a tile of its own.
-void Tape::share_splits(Plan& plan) {
-  const int32_t kv_heads = plan.shape.kv.kv_heads, group = plan.shape.heads / kv_heads;
-  const auto threads = static_cast<int64_t>(pool_->threads());
-  if (threads == 1 || static_cast<int64_t>(plan.work.size()) * kv_heads >= kTilesPerThread * threads) return;
-  std::vector<AttentionWork> shared;
-  int64_t floats = 0;
-  int32_t counters = 0;
-  for (AttentionWork work : plan.work) {
-    if (work.splits > 1) {
-      work.partials = floats;
-      work.counter = counters;
-      floats += static_cast<int64_t>(kv_heads) * work.splits * work.tokens * group * partial_width(plan.shape.kv.dim);
-      counters += kv_heads;
-    }
-    for (int32_t s = 0; s < (work.splits > 1 ? work.splits : 1); ++s) {
-      if (work.splits > 1) work.first_split = work.base_split + s, work.last_split = work.first_split + 1;
-      shared.push_back(work);
-    }
-  }
-  if (floats > plan.capacity) return;
-  plan.work = std::move(shared);
-  plan.counters.assign(static_cast<size_t>(counters), 0);
-}
-
 // -- sizes -------------------------------------------------------------------------------------------------------------------------
 
 int64_t Tape::count_linear(LinearArgs& args, int64_t rows) const {
@@ -241,9 +184,7 @@ int64_t Tape::count_linear(LinearArgs& args, int64_t rows) const {
   return kernels_.linear_tile_count(args, pool_->threads());
 }
 
-int64_t Tape::rows_of(Domain domain) const {
-  return domain == Domain::tokens ? step_.token_count : step_.logit_count + step_.hidden_count;
-}
+int64_t Tape::rows_of(Domain domain) const { return domain == Domain::tokens ? step_.token_count : step_.logit_count + step_.hidden_count; }
 
 void Tape::set_sizes() {
   passes = static_cast<uint32_t>(ceil_divide(step_.logit_count, chunk_rows_));
@@ -261,7 +202,7 @@ void Tape::set_sizes() {
         set_tiles(i, op.in_loop ? count_linear(op.linear[0], full) : 0, count_linear(op.linear[1], rows));
         break;
       case OpKind::attention:
-        set_tiles(i, plans_[op.plan].view.work_count * op.attention.kv.kv_heads);
+        set_tiles(i, planners_[op.plan].view().work_count * op.attention.kv.kv_heads);
         break;
       case OpKind::draw:
         set_tiles(i, full, rows);
@@ -279,7 +220,7 @@ void Tape::run(StepView& step, float* all_logits) {
   if (all_logits == nullptr) order_draws(step);
   step_ = step;
   all_logits_ = all_logits;
-  for (Plan& plan : plans_) plan_attention(plan, step_);
+  for (AttentionPlanner& planner : planners_) planner.plan(step_);
   set_sizes();
   if (profiling_) last_time_ = now();
   pool_->run(*this);
@@ -325,7 +266,7 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
     case OpKind::linear:
       return run_linear(op, pass, tile);
     case OpKind::attention:
-      return kernels_.attention_tile(op.attention, step_, plans_[op.plan].view, tile, scratch);
+      return kernels_.attention_tile(op.attention, step_, planners_[op.plan].view(), tile, scratch);
     case OpKind::draw:
       return run_draws(pass, tile, scratch);
   }
@@ -345,12 +286,57 @@ void Tape::finished(uint32_t op) {
   last_time_ = time;
 }
 
+namespace {
+
+const char* name_of(StageKind kind) {
+  switch (kind) {
+    case StageKind::embed:
+      return "embed";
+    case StageKind::gather:
+      return "gather";
+    case StageKind::hidden:
+      return "hidden";
+    case StageKind::norm:
+      return "norm";
+    case StageKind::add:
+      return "add";
+    case StageKind::gated:
+      return "gated";
+    case StageKind::head_norm:
+      return "head_norm";
+    case StageKind::rope:
+      return "rope";
+    case StageKind::write_kv:
+      return "write_kv";
+    case StageKind::quantize:
+      return "quantize";
+    case StageKind::round_bf16:
+      return "bf16";
+    case StageKind::softcap:
+      return "softcap";
+  }
+  return "?";
+}
+
+// "norm+quantize"; a run of one kind is named once.
+std::string stage_names(const std::vector<Stage>& stages) {
+  std::string names;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    if (i > 0 && stages[i].kind == stages[i - 1].kind) continue;
+    if (i > 0) names += '+';
+    names += name_of(stages[i].kind);
+  }
+  return names;
+}
+
+}  // namespace
+
 std::vector<std::string> Tape::labels() const {
   std::vector<std::string> labels;
   for (const Op& op : ops_) {
     switch (op.kind) {
       case OpKind::rows:
-        labels.push_back("rows x" + std::to_string(op.stages.size()));
+        labels.push_back("rows " + stage_names(op.stages));
         break;
       case OpKind::linear:
         labels.push_back("linear " + std::to_string(op.linear[1].inputs) + " > " + std::to_string(op.linear[1].y_stride));

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -42,8 +43,8 @@ class Tape final : public Program {
   ~Tape() override;
 
   // -- recording, in order -----------------------------------------------------------------------------------------------------
-  void begin_rows(Domain domain);      // stages follow
-  void add_stage(const Stage& stage);  // to the rows op begun last
+  void begin_rows(Domain domain);                  // stages follow
+  void add_stage(const Stage& stage);              // to the rows op begun last
   void add_hidden(const float* x, int64_t width);  // a stage: reports the gathered rows behind the logit rows
   void begin_linear(Domain domain, int64_t inputs, const LinearInput& input, const float* bias, float* y, int64_t outputs);
   void add_segment(const LinearSegment& segment);  // to the linear op begun last
@@ -76,17 +77,7 @@ class Tape final : public Program {
     int64_t rows_a_tile = 1;
     LinearArgs linear[2] = {};  // of full passes, and of the last pass (outside the loop only the last is used)
     AttentionArgs attention = {};
-    size_t plan = 0;
-  };
-
-  // The cut of a step's queries for all attention ops of one shape.
-  struct Plan {
-    AttentionArgs shape;
-    std::vector<AttentionWork> work;
-    std::vector<uint32_t> counters;
-    std::unique_ptr<float[]> partials;  // not touched before a step needs it
-    int64_t capacity = 0;               // of partials, in floats
-    AttentionPlan view = {};
+    size_t plan = 0;  // of planners_
   };
 
   void check(const StepView& step) const;
@@ -94,8 +85,6 @@ class Tape final : public Program {
   void check_draws(const StepView& step) const;
   void find_token_rows(StepView& step);
   void order_draws(const StepView& step);
-  void plan_attention(Plan& plan, const StepView& step);
-  void share_splits(Plan& plan);
   void set_sizes();
   int64_t rows_of(Domain domain) const;
   int64_t count_linear(LinearArgs& args, int64_t rows) const;
@@ -107,7 +96,7 @@ class Tape final : public Program {
   const KernelTable& kernels_;
   const TapeLimits limits_;
   std::vector<Op> ops_;
-  std::vector<Plan> plans_;
+  std::vector<AttentionPlanner> planners_;  // one a shape of attention
   int64_t chunk_rows_ = 1;
   const float* logits_ = nullptr;
   int64_t hidden_width_ = 0;  // 0: the forward pass reports no hidden states

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "embedding.h"
+#include "limits.h"
 #include "linear.h"
 #include "math.h"
 #include "norm.h"
@@ -65,6 +66,8 @@ const KernelTable kTable = {
     draw_tile,
     map,
     noise,
+    peak,
+    read,
 };
 
 }  // namespace noria::NORIA_TIER

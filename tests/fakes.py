@@ -25,6 +25,7 @@ import msgspec
 from noria.config import EngineConfig
 from noria.core.engine import Engine
 from noria.core.plan import NULL_BLOCK, NewRow, PlanRow, RowResult, StepPlan, StepResult
+from noria.core.prices import Prices
 from noria.models.spec import LayerGroup
 from noria.types import EngineRequest, FinishReason, Phase, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -220,6 +221,7 @@ def make_engine(
     max_model_len: int = 512,
     clock: FakeClock | None = None,
     model_tag: bytes = b"model",
+    prices: Prices | None = None,
     **settings: Any,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fake runner (which is late where the engine is asynchronous). `settings` are EngineConfig's."""
@@ -233,6 +235,7 @@ def make_engine(
         num_blocks=num_blocks,
         model_tag=model_tag,
         runner=runner,
+        prices=prices,
         clock=clock or FakeClock(),
     )
     return engine, runner
@@ -247,6 +250,8 @@ def make_request(
     stop_ids: tuple[int, ...] = (),
     salt: str = "",
     priority: int = 0,
+    tenant: str = "",
+    background: bool = False,
     arrival: float = 0.0,
     deadline: float | None = None,
     pooling: Literal["mean", "last"] | None = None,
@@ -262,6 +267,8 @@ def make_request(
         stop_ids=stop_ids,
         cache_salt=salt,
         priority=priority,
+        tenant=tenant,
+        background=background,
         arrival=arrival,
         deadline=deadline,
         pooling=pooling,
@@ -279,6 +286,7 @@ class Choice:
     stop_token: int | None = None
     embedding: bytes = b""
     cached_tokens: int = 0
+    cache_miss: str = ""
     phases: tuple[float, ...] = ()
     preemptions: int = 0
 
@@ -306,7 +314,7 @@ class Collector:
             if output.finish_reason is not None:
                 choice.finish_reason, choice.stop_token = output.finish_reason, output.stop_token
                 choice.cached_tokens, choice.preemptions = output.cached_tokens, output.preemptions
-                choice.phases, choice.embedding = output.phases, output.embedding
+                choice.phases, choice.cache_miss, choice.embedding = output.phases, output.cache_miss, output.embedding
                 assert not output.phases or len(output.phases) == len(Phase)
 
     def of(self, request: EngineRequest, index: int = 0) -> Choice:

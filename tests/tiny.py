@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from noria.backends.base import BLOCK_SIZE, Backend, KVCacheSpec
+from noria.backends.base import BLOCK_SIZE, Backend, KVCacheSpec, KVType
 from noria.core.plan import NewRow, PlanRow, StepPlan
 from noria.models import rope
 from noria.models.registry import family_of
@@ -121,7 +121,7 @@ class Machine:
         loaded: Loaded,
         backend: Backend,
         *,
-        kv_dtype: Literal["f32", "bf16"] = "f32",
+        kv_dtype: KVType = "f32",
         max_len: int = 256,
         max_rows: int = 4,
         max_tokens: int = 64,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from noria.backends.base import Backend
+from noria.backends.base import BLOCK_SIZE, Backend
 from noria.config import EngineConfig
 from noria.core.engine import Engine
+from noria.core.prices import Prices, guess_prices, keep_prices, load_prices
 from noria.models.spec import ModelSpec, layer_groups
-from noria.runner.build import build_runner, load_model, model_tag
+from noria.runner.build import LoadedModel, build_runner, load_model, model_tag
 from noria.runner.ledger import MemoryLedger
 from noria.weights.checkpoint import Checkpoint
+from noria.weights.hub import cache_directory
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def build_engine(config: EngineConfig, *, progress: Callable[[str], None] | None
     report("building the model")
     runner, backend = build_runner(config, model)
     tag = model_tag(model, backend.name)
+    known = _prices_file(config, tag)
     engine = Engine(
         config,
         max_model_len=model.ledger.max_model_len,
@@ -50,5 +55,19 @@ def build_engine(config: EngineConfig, *, progress: Callable[[str], None] | None
         num_blocks=model.ledger.num_blocks,
         model_tag=tag,
         runner=runner,
+        prices=load_prices(known) or _guess(model),
+        keep_prices=lambda prices: keep_prices(known, prices),
     )
     return BuiltEngine(engine, model.name, model.spec, model.checkpoint, model.ledger, backend, tag)
+
+
+def _prices_file(config: EngineConfig, tag: bytes) -> Path:
+    """Where the prices of this model's steps are kept, beside the packed weights, for equal settings of the kernels."""
+    kernels = f"{config.threads} {config.cpu_tier}".encode()
+    name = hashlib.blake2b(tag + kernels, digest_size=16).hexdigest()
+    return cache_directory(config.cache_dir) / "prices" / f"{name}.json"
+
+
+def _guess(model: LoadedModel) -> Prices:
+    position_bytes = model.ledger.block_bytes * len(layer_groups(model.spec)) / BLOCK_SIZE
+    return guess_prices(model.spec, model.ledger.weights, position_bytes)

@@ -18,7 +18,7 @@ from noria.server.answer import Answer, Delta, engine_request
 from noria.server.client import EngineClient
 from noria.server.generation import Generation
 from noria.server.launch import ENGINE_FACTORY, EngineProcess
-from noria.server.loading import start
+from noria.server.loading import TextOptions, start
 from noria.server.validate import check_params, check_token
 from noria.text.chat import encode_chat
 from noria.types import EngineStats, SamplingParams
@@ -46,7 +46,7 @@ class AsyncEngine:
         self._client = EngineClient(self._process)
         try:
             cache = cache_directory(self._config.cache_dir)
-            self._facts, self._text = await start(self._client, cache, self._chat_template)
+            self._facts, self._text = await start(self._client, cache, TextOptions(chat_template=self._chat_template))
         except BaseException:
             self._client.close()
             raise

@@ -24,15 +24,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most sequences that run at once")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16, le=65536, description="token budget of a step")] = 512
     long_prefill_token_threshold: Annotated[
-        int, Meta(ge=0, description="most tokens of one prompt in a step; 0: the whole budget")
+        int, Meta(ge=0, description="cap on the tokens of one prompt in a step; 0: the whole budget")
     ] = 0
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of admission")] = "fcfs"
+    itl_target_ms: Annotated[
+        int,
+        Meta(
+            ge=0, le=60_000, description="most milliseconds of a step beside decodes; prefill gets what is left; 0: no target"
+        ),
+    ] = 100
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "fair"], Meta(description="order of admission; fair: between the tenants of API keys")
+    ] = "fcfs"
     max_num_queued_reqs: Annotated[int, Meta(ge=1, description="requests that may wait; more are answered 429")] = 1024
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request, from its arrival")] | None = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
-    kv_cache_dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="type of K and V in the cache (auto: bf16)")] = (
-        "auto"
-    )
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bf16", "f32", "int8"],
+        Meta(description="type of K and V in the cache (auto: bf16; int8: half the memory)"),
+    ] = "auto"
     kv_cache_memory_bytes: (
         Annotated[int, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")]
         | None
@@ -55,11 +64,33 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
     served_model_name: Annotated[tuple[str, ...], Meta(description="names clients may use; the first is reported")] = ()
-    api_key: Annotated[tuple[str, ...], Meta(description="accepted keys; none: no authentication")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="accepted keys; none: no authentication. Visible in ps: prefer --api-key-file")
+    ] = ()
+    api_key_file: Annotated[
+        str | None, Meta(description="file of accepted keys: KEY [NAME] a line, or .toml/.json with tenants and limits")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="origins whose pages may call us (CORS), as https://app.example; default: none")
+    ] = ()
     chat_template: Annotated[str | None, Meta(description="a Jinja template file instead of the model's own")] = None
+    tool_call_parser: Annotated[
+        str, Meta(description="format of tool calls; auto: the chat template's; none: left as text")
+    ] = "auto"
+    reasoning_parser: Annotated[str, Meta(description="format of reasoning; auto: the chat template's; none: left as text")] = (
+        "auto"
+    )
     generation_config: Annotated[
         Literal["auto", "model"], Meta(description="model: also take the sampling defaults of generation_config.json")
     ] = "auto"
     shutdown_timeout_s: Annotated[float, Meta(ge=0, description="how long SIGTERM waits for running requests")] = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; more is 413")] = 16 << 20
+    data_dir: Annotated[
+        str | None, Meta(description="uploaded files and batches; default: the folder data in the cache directory")
+    ] = None
+    vllm_metrics: Annotated[bool, Meta(description="also export the metrics under vLLM's names (vllm:...)")] = False
+    access_log: Annotated[str | None, Meta(description="file for one JSON line a request, without its text; -: stderr")] = None
+    slow_request_s: (
+        Annotated[float, Meta(gt=0, description="log requests that took longer, with where their time went")] | None
+    ) = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"

@@ -25,7 +25,7 @@ from noria.config import EngineConfig
 from noria.server.answer import Answer, Delta, engine_request, merge
 from noria.server.beams import BeamSearch, check_beams
 from noria.server.embedder import EMBED, Pooling, check_length, unit_vector
-from noria.server.loading import load_text
+from noria.server.loading import TextOptions, load_text
 from noria.server.validate import check_params, check_token
 from noria.text.chat import encode_chat
 from noria.text.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class LLM:
     def __init__(self, model: str, *, chat_template: str | None = None, **settings: Any) -> None:
         config = engine_config(model, settings)
         built = build_engine(config)
-        text = load_text(built.checkpoint.path, cache_directory(config.cache_dir), chat_template)
+        text = load_text(built.checkpoint.path, cache_directory(config.cache_dir), TextOptions(chat_template=chat_template))
         self.name = built.name
         self.tokenizer = text.tokenizer
         self.max_model_len = built.engine.max_model_len

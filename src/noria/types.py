@@ -115,12 +115,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()  # ids that end a choice: the model's end ids and the client's, less `ignore_eos`
     cache_salt: str = ""
     priority: int = 0  # lower is served first, as vLLM
+    tenant: str = ""  # whose share it is taken from under the fair policy
+    background: bool = False  # served when no other request waits, the first to be preempted, and may wait for ever
     arrival: float = 0.0  # time.monotonic() of the shell that received it
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
     pooling: Literal["mean", "last"] | None = None  # embed the prompt; needs max_tokens 0
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step made for one choice of one request. Exactly one output of a choice has a finish reason."""
 
     request_id: int
@@ -134,6 +136,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     error: str | None = None
     # With the last output of a choice:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    cache_miss: str = ""  # why the block behind those was not (`noria.kv.misses`); "": no more could have been
     phases: tuple[float, ...] = ()  # seconds by `Phase`, DELIVERY still 0: stamped by the shell
     preemptions: int = 0
 
@@ -146,6 +149,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float = 0.0  # share of blocks referenced by sequences; cached unused blocks are free
     kv_blocks: int = 0
     steps: int = 0
+    step_tokens: int = 0  # computed by all steps, prompt and output tokens together
+    iterations: tuple[int, ...] = ()  # steps that had at most 1, 2, 4, 8 ... tokens, and more than the one before
     prompt_tokens: int = 0  # prompt tokens of finished prefills, cached ones included
     generated_tokens: int = 0
     prefix_queries: int = 0  # in tokens

@@ -7,13 +7,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from noria.backends.base import AttentionSpec, Draws, Handle, KVCacheSpec, Ops, StepInputs
+from noria.backends.base import AttentionSpec, Draws, Handle, KVCacheSpec, KVType, Ops, StepInputs
 from noria.backends.cpu import _native, topology
 from noria.backends.cpu.arena import Arena
 from noria.backends.cpu.backend import CpuBackend, CpuExecutable
@@ -132,7 +132,7 @@ def numpy_logits(w: Weights, tokens: npt.NDArray[np.int32]) -> F32:
     return logits
 
 
-def kv_spec(dtype: Literal["bf16", "f32"] = "f32", **fields: Any) -> KVCacheSpec:
+def kv_spec(dtype: KVType = "f32", **fields: Any) -> KVCacheSpec:
     settings: dict[str, Any] = {
         "groups": (LayerGroup(window=0, layers=(0, 1)),),
         "num_kv_heads": KV_HEADS,
@@ -200,8 +200,8 @@ def test_a_forward_pass_equals_numpy() -> None:
     assert np.allclose(logits, numpy_logits(w, TOKENS[:100]), atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_chunks_give_the_same_bits(dtype: Literal["bf16", "f32"]) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "int8"])
+def test_chunks_give_the_same_bits(dtype: KVType) -> None:
     """Red when an op's rows depend on how many there are: the whole prompt at once and in chunks are equal to the last bit."""
     w = Weights()
     whole = build(CpuBackend(threads=1), forward_of(w), dtype=dtype).all_logits(step(TOKENS, 0, 100))
@@ -224,8 +224,8 @@ def test_run_draws_from_the_logits() -> None:
     assert np.allclose(drawn.logprob, exact, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_blocks_move_in_the_interchange_form(dtype: Literal["bf16", "f32"]) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "int8"])
+def test_blocks_move_in_the_interchange_form(dtype: KVType) -> None:
     """Red when read_block does not undo the kernels' layout, write_block does not redo it, or copy_blocks misses a part."""
     w = Weights()
     backend = CpuBackend(threads=1)
@@ -238,10 +238,14 @@ def test_blocks_move_in_the_interchange_form(dtype: Literal["bf16", "f32"]) -> N
     low, high = np.split(keys.T.reshape(16, KV_HEADS, DIM), 2, axis=-1)
     cos, sin = (t[:16, None] for t in ROPE)
     turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    kind = np.uint16 if dtype == "bf16" else np.uint32
-    found = blocks[0].view(kind).reshape(LAYERS, 2, KV_HEADS, 16, DIM)[0, 0]
-    values = (found.astype(np.uint32) << (16 if dtype == "bf16" else 0)).view(np.float32)
-    assert np.allclose(values, turned.transpose(1, 0, 2), atol=3e-2 if dtype == "bf16" else 1e-5)
+    heads = blocks[0].reshape(LAYERS, 2, KV_HEADS, -1)[0, 0]
+    if dtype == "int8":
+        codes, scales = heads[:, : 16 * DIM].view(np.int8), np.ascontiguousarray(heads[:, 16 * DIM :]).view(np.float32)
+        values = codes.reshape(KV_HEADS, 16, DIM) * scales[..., None]
+    else:
+        found = heads.view(np.uint16 if dtype == "bf16" else np.uint32).reshape(KV_HEADS, 16, DIM)
+        values = (found.astype(np.uint32) << (16 if dtype == "bf16" else 0)).view(np.float32)
+    assert np.allclose(values, turned.transpose(1, 0, 2), atol={"bf16": 3e-2, "f32": 1e-5, "int8": 5e-2}[dtype])
 
     other = CpuBackend(threads=1)
     resumed = build(other, forward_of(w), dtype=dtype)

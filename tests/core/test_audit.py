@@ -79,7 +79,7 @@ def edit_a_freed_table(e: Engine) -> None:
 
 
 def mix_up_the_order(e: Engine) -> None:
-    e.scheduler.queue._order.reverse()
+    e.scheduler.queue._lines[""].reverse()
 
 
 def test_a_busy_engine_is_clean() -> None:

@@ -483,3 +483,14 @@ def test_close_closes_the_runner() -> None:
     engine, runner = make_engine()
     engine.close()
     assert runner.closed
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    """Red when a step falls into the bucket beside its own: at most 1, 2, 4, 8 ... tokens."""
+    engine, runner = make_engine(max_num_batched_tokens=32)
+    run(engine, make_request(65, max_tokens=4))
+    assert [plan.num_tokens for plan in runner.plans] == [32, 32, 1, 1, 1, 1]
+    stats = engine.stats()
+    assert stats.step_tokens == 68
+    assert stats.iterations[:7] == (4, 0, 0, 0, 0, 2, 0)
+    assert sum(stats.iterations) == stats.steps == 6

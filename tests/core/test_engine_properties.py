@@ -34,8 +34,11 @@ def expected(key: bytes, kind: str, max_model_len: int) -> list[Choice]:
     return alone(msgspec.msgpack.decode(key, type=EngineRequest), GROUPS[kind], max_model_len)
 
 
+ALONE = {"priority": 0, "tenant": "", "background": False, "arrival": 0.0, "deadline": None, "request_id": 0}
+
+
 def reference(request: EngineRequest, kind: str, max_model_len: int) -> list[Choice]:
-    plain = msgspec.structs.replace(request, cache_salt="", priority=0, arrival=0.0, deadline=None, request_id=0)
+    plain = msgspec.structs.replace(request, cache_salt="", **ALONE)
     return expected(msgspec.msgpack.encode(plain), kind, max_model_len)
 
 
@@ -55,9 +58,10 @@ class Traffic(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 5, 16, 33]),
         rows=st.integers(1, 6),
         depth=st.integers(0, 1),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
         caching=st.sampled_from([True, True, True, False]),
         careful=st.sampled_from([True, False, False]),
+        itl_target_ms=st.sampled_from([0, 1, 20, 100]),
     )
     def start(
         self,
@@ -70,6 +74,7 @@ class Traffic(RuleBasedStateMachine):
         policy: str,
         caching: bool,
         careful: bool,
+        itl_target_ms: int,
     ) -> None:
         if self.weak_keys:
             kind, caching = "full", True
@@ -91,6 +96,7 @@ class Traffic(RuleBasedStateMachine):
             scheduling_policy=policy,
             enable_prefix_caching=caching,
             max_num_queued_reqs=8,
+            itl_target_ms=itl_target_ms,
         )
         if not careful:  # no watermark: admit what fits now, so that memory runs out and sequences are preempted
             self.engine.scheduler.growth.peak = lambda running: 0  # type: ignore[method-assign]
@@ -111,6 +117,8 @@ class Traffic(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         salt=st.sampled_from(["", "", "tenant"]),
         priority=st.integers(-1, 1),
+        tenant=st.sampled_from("ab"),
+        background=st.sampled_from([False, False, False, True]),
         timeout=st.sampled_from([None] * 7 + [0.02]),
     )
     def add(
@@ -120,6 +128,8 @@ class Traffic(RuleBasedStateMachine):
         tail: list[int],
         salt: str,
         priority: int,
+        tenant: str,
+        background: bool,
         stops: set[int],
         timeout: float | None,
         **params: Any,
@@ -128,6 +138,8 @@ class Traffic(RuleBasedStateMachine):
             [*TREE[branch][:shared], *tail],
             salt=salt,
             priority=priority,
+            tenant=tenant,
+            background=background,
             stop_ids=tuple(sorted(stops)),
             deadline=None if timeout is None else self.clock.now + timeout,
             seed=3,
@@ -220,7 +232,7 @@ TestWeakKeys = pytest.mark.slow(WeakKeys.TestCase)
 
 @pytest.mark.parametrize("kind", sorted(GROUPS))
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_crowded_engine(kind: str, depth: int, policy: str) -> None:
     """Red for the same faults as `Traffic`, and when memory that runs out all the time starves or leaks anything."""
     random = Random(f"{kind} {depth} {policy}")
@@ -251,6 +263,8 @@ def test_crowded_engine(kind: str, depth: int, policy: str) -> None:
                     n=random.choice([1, 1, 1, 3]),
                     temperature=1.0,
                     priority=random.randint(0, 2),
+                    tenant=random.choice("abc"),
+                    background=random.random() < 0.2,
                     logprobs=random.choice([None, 0]),
                     prompt_logprobs=random.choice([None, None, None, 0]),
                 )

@@ -13,11 +13,12 @@ CACHE = KVCache((FULL,), 10, b"", prefix_caching=True, max_chunk=16)
 
 
 def push(queue: WaitingQueue, priority: int = 0, now: float = 0.0) -> Sequence:
+    request = make_request(3, priority=priority)
     sequence = Sequence(
-        make_request(3),
+        request,
         CACHE.table(""),
-        rank=queue.rank(priority, now),
-        priority=queue.priority(priority),
+        rank=queue.rank(request, now),
+        priority=queue.priority(request),
         max_len=50,
         start=now,
     )

@@ -10,6 +10,7 @@ from fakes import FULL, Collector, FakeRunner, make_engine, make_request, run, w
 from noria.core.engine import Engine
 from noria.core.plan import StepPlan
 from noria.core.sequence import Sequence
+from noria.core.victims import choose_victim, inherited, loss
 from noria.types import EngineRequest, FinishReason, Phase
 
 
@@ -221,8 +222,8 @@ def test_shared_blocks_are_not_lost_by_a_preemption() -> None:
     shared = list(range(64))
     run(engine, make_request(shared, max_tokens=1))
     first, sharer, alone = start(engine, [*shared, 1], [*shared, 2], [3] * 40, max_tokens=40)
-    assert engine.scheduler._loss(sharer) < engine.scheduler._loss(alone)
-    assert engine.scheduler._victim() is sharer
+    assert loss(sharer, engine.cache) < loss(alone, engine.cache)
+    assert choose_victim(engine.scheduler.running, engine.queue, engine.cache) is sharer
     assert first.computed > alone.computed
 
 
@@ -327,12 +328,12 @@ def test_a_producer_inherits_the_priority_of_its_waiters() -> None:
     steps(engine, 1)
     producer = next(s for s in engine.scheduler.running if s.request.priority == 5)
     other = next(s for s in engine.scheduler.running if s.request.priority == -3)
-    assert engine.scheduler._victim() is producer
+    assert choose_victim(engine.scheduler.running, engine.queue, engine.cache) is producer
     engine.add(make_request(100, max_tokens=1, priority=-4))
     steps(engine, 1)
-    assert engine.scheduler._inherited()[producer.kv][0] == -4
+    assert inherited(engine.queue, engine.cache)[producer.kv][0] == -4
     candidates = [s for s in engine.scheduler.running if s not in (producer, other)]
-    assert engine.scheduler._victim() in candidates
+    assert choose_victim(engine.scheduler.running, engine.queue, engine.cache) in candidates
 
 
 # Windows and plans

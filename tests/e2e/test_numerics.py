@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 import tiny
-from noria.backends.base import BLOCK_SIZE, Backend, KVCacheSpec
+from noria.backends.base import BLOCK_SIZE, Backend, KVCacheSpec, KVType
 from noria.backends.cost.backend import CostBackend
 from noria.backends.cpu import _native
 from noria.backends.cpu.backend import CpuBackend
@@ -43,7 +43,7 @@ class Circumstances:
     """Everything that must not matter, and the cache's type, which does."""
 
     max_len: int
-    kv_dtype: Literal["bf16", "f32"] = "bf16"
+    kv_dtype: KVType = "bf16"
     pool: float = 8.0  # blocks, in sequences of full length
     max_num_seqs: int = 8
     budget: int = 256
@@ -268,7 +268,7 @@ def test_a_request_gets_the_same_bits_in_any_company(family: str, format_name: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "f32", "int8"])
 @pytest.mark.parametrize("format_name", ["bf16", "q4-minima"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_sequences_too(family: str, format_name: str, kv_dtype: str) -> None:

@@ -54,13 +54,14 @@ def pair_order(length: int, f32: bool) -> list[int]:
 
 def attend(query: F32, keys: F32, values: F32, position: int, shape: Shape, split_keys: int = 256) -> F32:
     """One head's output [dim] for the query [dim] at `position`, over keys and values [positions, dim]."""
-    rounded = (lambda x: x) if shape.f32 else to_bf16
-    query, keys, values = rounded(query), rounded(keys), rounded(values)
+    if shape.kv == "bf16":
+        query, keys, values = to_bf16(query), to_bf16(keys), to_bf16(values)
     start = max(0, position - shape.window + 1) if shape.window else 0
     merged: tuple[np.float32, np.float32, F32] | None = None
     for split in range(start // split_keys, position // split_keys + 1):
         first, last = max(start, split * split_keys), min(position, split * split_keys + split_keys - 1)
-        part = _attend_split(query, keys[first : last + 1], values[first : last + 1], first, shape)
+        attend_split = _attend_codes if shape.kv == "int8" else _attend_split
+        part = attend_split(query, keys[first : last + 1], values[first : last + 1], first, shape)
         merged = part if merged is None else _merge(merged, part)
     assert merged is not None
     return merged[2] / merged[1]
@@ -68,8 +69,41 @@ def attend(query: F32, keys: F32, values: F32, position: int, shape: Shape, spli
 
 def _attend_split(query: F32, keys: F32, values: F32, first: int, shape: Shape) -> tuple[np.float32, np.float32, F32]:
     scores = np.zeros(len(keys), np.float32)
-    for d in pair_order(len(query), shape.f32):
+    for d in pair_order(len(query), shape.kv == "f32"):
         scores = fma(query[d : d + 1], keys[:, d], scores)
+    most, total, weights = _soften(scores, first, shape)
+    acc = np.zeros(values.shape[1], np.float32)
+    rounded = weights if shape.kv == "f32" else to_bf16(weights)
+    last = first + len(keys) - 1
+    for key in pair_order(last + 2, shape.kv == "f32"):
+        if first <= key <= last:
+            acc = fma(rounded[key - first : key - first + 1], values[key - first], acc)
+    return most, total, acc
+
+
+def _attend_codes(query: F32, keys: F32, values: F32, first: int, shape: Shape) -> tuple[np.float32, np.float32, F32]:
+    """Over a cache of int8 codes: integer products, so that no order is left to fix."""
+    query_codes, query_scale = quantized(query)
+    key_codes, key_scales = quantized(keys)
+    value_codes, value_scales = quantized(values)
+    dots = (key_codes @ query_codes).astype(np.float32)
+    most, total, exponentials = _soften(dots * (key_scales * query_scale), first, shape)
+    weights = exponentials * value_scales
+    largest = weights.max()
+    inverse = np.float32(32767) / largest if largest > 0 else np.float32(0)
+    sums = np.rint(weights * inverse).astype(np.int64) @ value_codes
+    return most, total, sums.astype(np.float32) * (largest / np.float32(32767))
+
+
+def quantized(x: F32) -> tuple[npt.NDArray[np.int64], F32]:
+    """(codes, scales) along the last axis, for finite values that are not all tiny."""
+    amax = np.abs(x).max(axis=-1).astype(np.float32)
+    codes = np.rint(x * (np.float32(127) / amax)[..., None]).astype(np.int64)
+    return codes, amax / np.float32(127)
+
+
+def _soften(scores: F32, first: int, shape: Shape) -> tuple[np.float32, np.float32, F32]:
+    """(largest score, sum of the exponentials, the exponentials) of neighbouring keys from `first` on."""
     scores = scores * np.float32(shape.scale)
     if shape.softcap:
         cap = np.float32(shape.softcap)
@@ -79,13 +113,7 @@ def _attend_split(query: F32, keys: F32, values: F32, first: int, shape: Shape) 
     lanes = np.zeros(16, np.float32)
     for i, weight in enumerate(weights):
         lanes[(first + i) % 16] += weight
-    acc = np.zeros(values.shape[1], np.float32)
-    rounded = weights if shape.f32 else to_bf16(weights)
-    last = first + len(keys) - 1
-    for key in pair_order(last + 2, shape.f32):
-        if first <= key <= last:
-            acc = fma(rounded[key - first : key - first + 1], values[key - first], acc)
-    return most, sum_lanes(lanes), acc
+    return most, sum_lanes(lanes), weights
 
 
 def _merge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +102,7 @@ class Shape:
     dim: int = 32
     window: int = 0
     softcap: float = 0.0
-    f32: bool = False
+    kv: Literal["bf16", "f32", "int8"] = "bf16"
 
     @property
     def scale(self) -> float:
@@ -132,7 +132,7 @@ class AttentionRig:
         s = self.shape
         per_row = -(-self.max_len // BLOCK_SIZE)
         blocks = 1 + per_row * self.sequences
-        block_bytes = 2 * s.kv_heads * BLOCK_SIZE * s.dim * (4 if s.f32 else 2)
+        block_bytes = 2 * s.kv_heads * BLOCK_SIZE * {"bf16": 2 * s.dim, "f32": 4 * s.dim, "int8": s.dim + 4}[s.kv]
         memory = anonymous(-(-blocks // 16) * 16 * block_bytes)  # whole shelves
         if self.poison is not None:
             memory.view(np.uint32)[:] = self.poison
@@ -158,7 +158,7 @@ class AttentionRig:
             "group": 0,
             "kv_heads": s.kv_heads,
             "dim": s.dim,
-            "f32": s.f32,
+            "type": s.kv,
         }
         qkv = address(self.qkv)
         self.tape.begin_rows(logits=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,8 +20,12 @@ SHAPES = {
     "bf16-window": Shape(window=37),
     "bf16-odd-window": Shape(heads=3, kv_heads=1, window=300),
     "bf16-softcap": Shape(softcap=2.0),
-    "f32": Shape(f32=True),
-    "f32-window": Shape(f32=True, window=37),
+    "f32": Shape(kv="f32"),
+    "f32-window": Shape(kv="f32", window=37),
+    "int8": Shape(kv="int8"),
+    "int8-odd-window": Shape(heads=3, kv_heads=1, window=301, softcap=2.0, kv="int8"),
+    "int8-smollm2": Shape(heads=9, kv_heads=3, dim=64, kv="int8"),
+    "int8-gemma3": Shape(heads=4, kv_heads=1, dim=256, window=512, kv="int8"),
     "wide-group": Shape(heads=26, kv_heads=1, dim=16),
     "one-head": Shape(heads=1, kv_heads=1, dim=80),
     "smollm2": Shape(heads=9, kv_heads=3, dim=64),
@@ -58,7 +64,7 @@ def test_it_is_attention(shape: Shape, tier: str) -> None:
     """Red when a head reads another KV head, a mask is off by one, or scale, cap or window is not applied."""
     qkv = random_qkv(shape, LENGTH)
     out = AttentionRig(shape, tier=tier).sequence(qkv, [LENGTH])
-    tolerance = 2e-6 if shape.f32 else 2e-2
+    tolerance = {"f32": 2e-6, "bf16": 2e-2, "int8": 4e-2}[shape.kv]
     assert np.abs(out - exact(qkv, shape)).max() < tolerance
 
 
@@ -104,7 +110,9 @@ def test_chunks_give_the_same_bits(shape: Shape, chunks: list[int]) -> None:
     assert same_bits(AttentionRig(shape, threads=2).sequence(qkv, chunks), reference)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[n] for n in ("bf16", "bf16-odd-window", "f32-window", "smollm2")], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[n] for n in ("bf16", "bf16-odd-window", "f32-window", "smollm2", "int8", "int8-odd-window")], ids=str
+)
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 def test_unwritten_memory_never_matters(shape: Shape, poison: int) -> None:
     """Red when a stale or unwritten slot is multiplied by zero instead of selected away: NaN would spread."""
@@ -155,16 +163,40 @@ def test_a_long_row_shares_its_splits(tier: str) -> None:
     assert same_bits(rig.sequence(qkv, [2080, 1])[2080:], reference[2080:])
 
 
-def test_a_nan_stays_in_its_own_sequence() -> None:
+@pytest.mark.parametrize("kv", ["bf16", "f32", "int8"])
+@pytest.mark.parametrize("only_value", [False, True])
+def test_a_nan_stays_in_its_own_sequence(kv: Literal["bf16", "f32", "int8"], only_value: bool) -> None:
     """Red when a row's NaN reaches a batch mate; and its own later tokens must show it."""
-    shape = Shape()
+    shape = Shape(kv=kv)
     bad, good = random_qkv(shape, 50, seed=1), random_qkv(shape, 50, seed=2)
-    bad[20] = np.nan
+    bad[20, (shape.heads + shape.kv_heads) * shape.dim if only_value else 0 :] = np.nan
     rig = AttentionRig(shape, sequences=2)
     out_bad, out_good = rig.step([Row(0, 0, 50), Row(1, 0, 50)], [bad, good])
     assert same_bits(out_good, AttentionRig(shape).sequence(good, [50]))
     assert np.isfinite(out_bad[:20]).all()
     assert np.isnan(out_bad[20:]).all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "f32", "int8", "smollm2", "bf16-softcap", "bf16-window"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_with_a_common_prefix(name: str, threads: int, tier: str) -> None:
+    """Red when a query's bits depend on who shares its blocks: how many, how far, and how much longer they are."""
+    shape, common, rows = SHAPES[name], 528, 9
+    prefix = random_qkv(shape, common)
+    tails = [random_qkv(shape, n, seed=9 + n) for n in (1, 2, 3, 17, 40, 90, 100, 5, 6)]
+    rig = AttentionRig(shape, tier=tier, threads=threads, sequences=rows, poison=POISONS["nan"])
+    rig.table[:, : common // 16] = rig.table[0, : common // 16]
+    rig.table[4, 20:] = rig.table[5, 20:]  # two rows leave the others after the first split
+    rig.sequence(prefix, [common])
+    rig.step([Row(4, 320, common - 320)], [prefix[320:]])
+    for row, tail in enumerate(tails):
+        if len(tail) > 1 and row != 5:
+            rig.step([Row(row, common, len(tail) - 1)], [tail[:-1]])
+    decoding = [3, 0, 8, 1, 2, 4, 6, 7]
+    outs = rig.step([Row(r, common + len(tails[r]) - 1, 1) for r in decoding], [tails[r][-1:] for r in decoding])
+    for row, out in zip(decoding, outs, strict=True):
+        whole = np.concatenate([prefix, tails[row]])
+        assert same_bits(out, AttentionRig(shape).sequence(whole, [len(whole)])[-1:]), row
 
 
 def test_inputs_that_break_the_contract_are_refused() -> None:

@@ -164,5 +164,5 @@ def test_the_profile_names_every_op() -> None:
     tape.tape.set_profiling(True)
     tape.all_logits(tape.step(40, list(range(40))))
     labels, seconds = tape.tape.labels(), tape.tape.seconds()
-    assert labels == ["rows x1", "rows x2", "linear 32 > 70", "draw"]
+    assert labels == ["rows embed", "rows gather+hidden", "linear 32 > 70", "draw"]
     assert all(s > 0 for s in seconds)

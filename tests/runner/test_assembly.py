@@ -112,3 +112,16 @@ def test_a_scaled_rope_raises_the_limit(scaling: str, limit: int, tmp_path: Path
     built = build_engine(EngineConfig(model=str(tmp_path), cache_dir=str(tmp_path / "cache"), threads=1, max_num_seqs=2))
     assert built.engine.max_model_len == limit
     built.engine.close()
+
+
+def test_the_next_run_starts_with_what_this_one_learned(folder: Path) -> None:
+    """Red when prices are kept under a name that another model or other kernels use too, or are not read again."""
+    first = build_engine(config(folder))
+    guess = first.engine.scheduler.costs.prices
+    assert not guess.measured
+    generate(first, max_tokens=150, stop_token_ids=())
+    learned = first.engine.scheduler.costs.prices
+    again = build_engine(config(folder)).engine.scheduler.costs.prices
+    assert again.measured
+    assert again.tokens == pytest.approx(learned.tokens)
+    assert build_engine(config(folder, threads=2)).engine.scheduler.costs.prices.tokens == guess.tokens

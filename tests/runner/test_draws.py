@@ -124,7 +124,7 @@ def test_named_tokens_are_scored_beside_each_sampled_one() -> None:
         top_tokens=np.full((8, 1), 9, np.int32),
         top_logprobs=np.full((8, 1), -6.0, np.float32),
     )
-    named, other = row_results(StepPlan(step=0, rows=plan), draws.rows, drawn, rows)
+    named, other = row_results(StepPlan(step=0, rows=plan), draws, drawn, rows)
     assert named.tokens == (7, 8)
     assert named.logprobs == (TokenLogprobs(7, 0.0, (30, 40), (-2.0, -3.0)), TokenLogprobs(8, -1.0, (30, 40), (-4.0, -5.0)))
     assert other.logprobs == (TokenLogprobs(9, -6.0, (9,), (-6.0,)), TokenLogprobs(6, -7.0, (9,), (-6.0,)))
@@ -155,7 +155,7 @@ def test_hidden_states_are_averaged_over_chunks() -> None:
             empty = np.zeros(0, np.float32)
             hidden = np.concatenate([other, states[start : start + size]])
             drawn = Drawn(empty.astype(np.int32), empty, np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), hidden)
-            results = row_results(plan, draws.rows, drawn, rows)
+            results = row_results(plan, draws, drawn, rows)
             assert results[0].embedding == other.astype("<f4").tobytes()
             start += size
             assert (results[1].embedding != b"") == (start == 10)
@@ -240,7 +240,7 @@ def test_results_go_back_to_their_rows() -> None:
         top_tokens=np.array([[-1] * 4, [5, 6, -1, -1], [-1] * 4, [-1] * 4, [7, 8, 9, -1]], np.int32),
         top_logprobs=np.array([[0] * 4, [-0.5, -1.5, 0, 0], [0] * 4, [0] * 4, [-1, -2, -3, 0]], np.float32),
     )
-    inner, scored, plain, last = row_results(plan, draws.rows, drawn, rows)
+    inner, scored, plain, last = row_results(plan, draws, drawn, rows)
     assert (inner.tokens, inner.logprobs, inner.prompt_logprobs) == ((), (), ())
     assert scored.tokens == (40,)
     assert scored.logprobs == (TokenLogprobs(40, -2.0, (5, 6), (-0.5, -1.5)),)

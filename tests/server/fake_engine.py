@@ -11,6 +11,9 @@ import hashlib
 import itertools
 import os
 import time
+from pathlib import Path
+
+import msgspec
 
 from noria.config import EngineConfig
 from noria.core.queue import QueueFull
@@ -91,6 +94,7 @@ class FakeEngine:
         now = time.monotonic()
         timeout = self._config.request_timeout_s
         late = [r.request_id for r in self._requests() if timeout is not None and now >= r.arrival + timeout]
+        late += [r.request_id for r in self._requests() if r.deadline is not None and now >= r.deadline]
         outputs = self._end(late, FinishReason.TIMEOUT)
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             request = self._waiting.pop(0)
@@ -153,6 +157,7 @@ class FakeEngine:
             finish_reason=reason,
             stop_token=token if reason is FinishReason.STOP else None,
             cached_tokens=0,
+            cache_miss="never seen",
             phases=self._phases(choice, now) if reason else (),
         )
         if reason is not None:
@@ -259,6 +264,20 @@ def faulty(config: EngineConfig, report: Report) -> Loaded:
         return sound()
 
     loaded.engine.step = step  # type: ignore[method-assign]
+    return loaded
+
+
+def recording(config: EngineConfig, report: Report) -> Loaded:
+    """Appends what it was told of each request, less the prompt, to requests.jsonl in the model's folder."""
+    loaded = fast(config, report)
+    add = loaded.engine.add
+
+    def recorded(request: EngineRequest) -> None:
+        with (Path(config.model) / "requests.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(msgspec.structs.replace(request, prompt=())) + b"\n")
+        add(request)
+
+    loaded.engine.add = recorded  # type: ignore[method-assign]
     return loaded
 
 

@@ -230,11 +230,12 @@ def test_timing_parts_sum_to_the_whole(server: RunningServer) -> None:
     """Red if a phase is lost: delivery is what the engine did not account for."""
     out = server.ok(COMPLETIONS, server.completion("x", max_tokens=30), headers={"X-Noria-Timing": "1"})
     timing = out["timing"]
+    assert timing.pop("cache") == {"cached_tokens": 0, "miss": "never seen"}
     assert set(timing) == {"queue", "grammar", "kv", "prefill", "decode", "preempted", "delivery"}
     assert all(value >= 0 for value in timing.values())
     assert 0 < sum(timing.values()) < 5
     _, events, _ = server.stream(COMPLETIONS, server.completion("x", timing=True))
-    assert set(events[-1]["timing"]) == set(timing)
+    assert set(events[-1]["timing"]) == {*timing, "cache"}
     assert "timing" not in server.complete("x")
 
 

@@ -303,13 +303,14 @@ def test_deadline_ends_a_request_with_an_error(chat_folder: Path, tmp_path: Path
 
 
 def test_waiting_stream_is_kept_alive_by_comments(chat_folder: Path, tmp_path: Path) -> None:
-    """Red if a proxy would see nothing for as long as the first token takes."""
+    """Red if a proxy would see nothing for as long as the first token takes, or one between two tokens."""
     with (
         RunningServer.fake(chat_folder, "stuck", log=tmp_path / "log") as server,
-        server.open(COMPLETIONS, server.completion("x", max_tokens=1, stream=True)) as response,
+        server.open(COMPLETIONS, server.completion("x", max_tokens=2, stream=True)) as response,
     ):
         lines = [line for line in response if line.strip()]
-        assert lines[0].startswith(b":")
+        kinds = [line[:6] for line in lines]
+        assert kinds == [b": wait", b"data: ", b": wait", b"data: ", b"data: "]
         assert lines[-1] == b"data: [DONE]\n"
 
 

@@ -100,13 +100,10 @@ REFUSED: list[tuple[str, Any]] = [
     *[(name, {"a": 1}) for name in ("guided_json", "structured_outputs", "json_schema", "grammar", "guided_anything_new")],
     *[(name, "x") for name in ("guided_regex", "regex", "structural_tag", "ebnf", "chat_template", "suffix", "lora_path")],
     *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, "text", {})],
-    ("tools", [{"type": "function"}]),
-    *[("tool_choice", value) for value in ("auto", "required", {"type": "function"})],
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
     ("prediction", {"type": "content"}),
-    ("use_beam_search", True),
     ("logits_processors", ["x"]),
     ("bad_words", ["x"]),
     ("allowed_token_ids", [1]),
@@ -118,6 +115,15 @@ REFUSED: list[tuple[str, Any]] = [
     ("session_params", {"id": "x"}),
     *[("best_of", value) for value in (2, 10**6, "1", True)],
 ]
+
+
+@pytest.mark.parametrize("value", ["auto", "required", {"type": "function"}])
+def test_completions_have_no_tools(value: Any) -> None:
+    """Red if a field that chat has is passed over here."""
+    for name, given in (("tools", [{"type": "function"}]), ("tool_choice", value)):
+        with pytest.raises(RequestError) as told:
+            completion(**{name: given})
+        assert told.value.param == name
 
 
 @pytest.mark.parametrize("make", [completion, chat])

@@ -56,6 +56,7 @@ def test_foreign_bytes_on_the_wire_are_refused(data: bytes) -> None:
 def test_gauges_follow_the_engine_and_counters_the_answers() -> None:
     """Red if a gauge keeps an old value, or a request is counted under two reasons."""
     stats = EngineStats(running=3, waiting=2, kv_usage=0.5, preemptions=4, prefix_queries=10, prefix_hits=6)
+    stats = msgspec.structs.replace(stats, step_tokens=70, iterations=(3, 0, 0, 1, 0, 0, 1))
     current = [stats]
     metrics = Metrics("m", lambda: current[0])
     metrics.prefilled(5, 0.1)
@@ -69,6 +70,10 @@ def test_gauges_follow_the_engine_and_counters_the_answers() -> None:
         'noria_num_preemptions_total{model_name="m"} 4.0',
         'noria_prefix_cache_queries_total{model_name="m"} 10.0',
         'noria_prefix_cache_hits_total{model_name="m"} 6.0',
+        'noria_iteration_tokens_total_bucket{le="1.0",model_name="m"} 3.0',
+        'noria_iteration_tokens_total_bucket{le="8.0",model_name="m"} 4.0',
+        'noria_iteration_tokens_total_bucket{le="+Inf",model_name="m"} 5.0',
+        'noria_iteration_tokens_total_sum{model_name="m"} 70.0',
         'noria_prompt_tokens_total{model_name="m"} 5.0',
         'noria_generation_tokens_total{model_name="m"} 3.0',
         'noria_request_success_total{finished_reason="stop",model_name="m"} 1.0',

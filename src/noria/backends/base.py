@@ -23,6 +23,7 @@ from noria.weights.formats import LinearWeight, VectorWeight
 Handle = NewType("Handle", object)  # an activation; meaningful only to the backend that made it
 
 BLOCK_SIZE = 16
+KVType = Literal["bf16", "f32", "int8"]
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,36 @@ class AttentionSpec:
 class KVCacheSpec:
     """The paged cache a backend allocates: `num_blocks` blocks (block 0 is the null block), all of the same size.
 
-    Interchange form of a block (little-endian): [layer slot][k|v][kv head][16][head_dim] of `dtype`.
+    Interchange form of a block (little-endian): [layer slot][k|v][kv head][16][head_dim] of `dtype`. With int8 each
+    head's codes are followed by float32 scales [16], one a token: value = code * scale.
     """
 
     groups: tuple[LayerGroup, ...]
     num_kv_heads: int
     head_dim: int
-    dtype: Literal["bf16", "f32"]
+    dtype: KVType
     num_blocks: int
     max_blocks_per_row: int  # width of a block table
 
     @property
     def block_bytes(self) -> int:
-        slots = len(self.groups[0].layers)
-        return slots * 2 * self.num_kv_heads * BLOCK_SIZE * self.head_dim * (2 if self.dtype == "bf16" else 4)
+        return len(self.groups[0].layers) * 2 * self.num_kv_heads * self.head_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Of K or V of one head in a block."""
+        return BLOCK_SIZE * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Of K or V of one head of one token."""
+        match self.dtype:
+            case "bf16":
+                return 2 * self.head_dim
+            case "f32":
+                return 4 * self.head_dim
+            case "int8":
+                return self.head_dim + 4
 
 
 @dataclass

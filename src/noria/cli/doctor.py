@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from noria.cli.flags import add_flags, settings
 from noria.config import EngineConfig
-from noria.types import NoriaError
+from noria.types import ConfigError, NoriaError
 
 if TYPE_CHECKING:
     from noria.runner.build import LoadedModel
@@ -25,6 +25,9 @@ Row = tuple[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """An optional MODEL, and the engine's settings: they change the ledger."""
     add_flags(parser, EngineConfig)
+    parser.add_argument(
+        "--startup", action="store_true", help="start a server with these settings and tell where the time goes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,6 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model = NO_MODEL
     (config,) = settings(arguments, EngineConfig)
     assert isinstance(config, EngineConfig)
+    if arguments.startup:
+        if without_model:
+            raise ConfigError("--startup starts a server: name its model")
+        return _startup(config)
     code = 0
     for title, rows in (("Noria", _versions()), ("Processor", _processor(config)), ("Storage", _storage(config))):
         try:
@@ -44,6 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not without_model:
         _model(config)
     return code
+
+
+def _startup(config: EngineConfig) -> int:
+    from noria.bench.startup import measure_start, table
+
+    stages = measure_start(config)
+    print("Start of a server, seconds since its process was made")
+    for line in table(stages).splitlines():
+        print(f"  {line}")
+    return 0
 
 
 def _section(title: str, rows: list[Row]) -> None:
@@ -71,25 +88,17 @@ def _versions() -> Iterator[Row]:
 
 def _processor(config: EngineConfig) -> Iterator[Row]:
     from noria.backends.cpu import _native
-    from noria.backends.cpu.topology import cpu_quota, usable_threads
+    from noria.backends.cpu.topology import cpu_name, cpu_quota, usable_threads
 
     try:
         tier = _native.best_tier(config.cpu_tier)
     except ValueError as error:
         raise NoriaError(str(error)) from None
-    yield "name", _cpu_name()
+    yield "name", cpu_name()
     yield "kernels", f"{tier} (this machine can run {', '.join(_native.available_tiers())})"
     quota = cpu_quota()
     limit = "" if quota == float("inf") else f", the control group grants {quota:g} CPUs"
     yield "threads", f"{config.threads or usable_threads()} (physical cores we may use: {usable_threads()}{limit})"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _storage(config: EngineConfig) -> Iterator[Row]:

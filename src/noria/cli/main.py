@@ -14,9 +14,10 @@ COMMANDS = {
     "serve": "serve a model over HTTP (OpenAI's API)",
     "chat": "talk to a model in the terminal",
     "run": "answer a file of requests (OpenAI's batch lines)",
+    "bench": "measure latency, throughput, a server, quality, kernels",
     "doctor": "what was found on this machine, and how a model would fit",
 }
-FAMILIES = ("pull", "bench")  # modules that add several parsers themselves: `add_parsers(subparsers)`
+FAMILIES = ("pull",)  # modules that add several parsers themselves: `add_parsers(subparsers)`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,13 +52,13 @@ async def _run(config: EngineConfig, source: Path, target: Path, chat_template: 
     from noria.server.client import EngineClient
     from noria.server.context import Served, ServerContext
     from noria.server.launch import EngineProcess
-    from noria.server.loading import start
+    from noria.server.loading import TextOptions, start
     from noria.server.openai import OpenAI
     from noria.weights.hub import cache_directory
 
     client = EngineClient(EngineProcess(config), on_stage=lambda text: print(f"noria: {text}", file=sys.stderr))
     try:
-        facts, text = await start(client, cache_directory(config.cache_dir), chat_template)
+        facts, text = await start(client, cache_directory(config.cache_dir), TextOptions(chat_template=chat_template))
         context = ServerContext(config, ServeConfig())
         context.served = Served(
             client=client,

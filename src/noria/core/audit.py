@@ -80,7 +80,9 @@ def _check_membership(scheduler: Scheduler) -> Iterator[str]:
     for sequence in scheduler.leaving:
         if sequence.state not in (State.LEAVING, State.FINISHED) or not sequence.in_flight:
             yield f"{sequence} is among the leaving"
-    order = [sequence.rank for sequence in scheduler.queue]
+    if scheduler.background.keys() != {s for s in scheduler.running if s.request.background}:
+        yield "the background sequences that run are not those that are said to"
+    order = [scheduler.queue.order(sequence) for sequence in scheduler.queue]
     if order != sorted(order):
         yield "the queue is out of order"
     for sequence in scheduler.queue:

@@ -17,7 +17,9 @@ import msgspec
 
 from noria.config import EngineConfig
 from noria.core.audit import audit, dump
+from noria.core.costs import CostModel
 from noria.core.plan import RowResult, StepPlan, StepResult
+from noria.core.prices import Prices
 from noria.core.queue import WaitingQueue
 from noria.core.scheduler import Entry, Scheduler, Step, bind
 from noria.core.sequence import Sequence, State
@@ -33,6 +35,8 @@ from noria.types import (
     SequenceOutput,
     TokenLogprobs,
 )
+
+_ENOUGH_STEPS = 100  # that have taught something worth keeping
 
 
 class Runner(Protocol):
@@ -83,9 +87,12 @@ class Engine:
         num_blocks: int,
         model_tag: bytes,
         runner: Runner,
+        prices: Prices | None = None,
+        keep_prices: Callable[[Prices], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt.
+        """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt;
+        `prices` are what is known of the machine's speed, and at the end `keep_prices` gets what was learned about it.
 
         `self.max_model_len` is the longest prompt + output that is served: at most `max_model_len`, and no more than
         one sequence alone can hold in the pool. NoriaError if not even one block of tokens fits.
@@ -112,19 +119,23 @@ class Engine:
             max_tokens=budget,
             max_chunk=chunk,
             max_len=self.max_model_len,
+            costs=CostModel(prices),
+            itl_target=config.itl_target_ms / 1000,
         )
         self.records: dict[int, RequestRecord] = {}
         self.draining = False
         self._depth = config.async_depth
         self._timeout = config.request_timeout_s
         self._runner = runner
+        self._keep_prices = keep_prices
         self._clock = clock
         self._flight: tuple[Step, Any] | None = None  # the step in flight and its ticket
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id); ended requests stay until then
         self._outputs: list[SequenceOutput] = []  # of the step that is being made
         self._dead: str | None = None
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._steps = self._step_tokens = self._prompt_tokens = self._generated_tokens = 0
         self._finished: dict[str, int] = {}
+        self._iterations = [0] * 17  # steps by their tokens: at most 1, 2, 4, ... 65536
 
     # What a shell calls
 
@@ -145,8 +156,8 @@ class Engine:
         sequence = Sequence(
             request,
             self.cache.table(request.cache_salt),
-            rank=self.queue.rank(request.priority, now),
-            priority=self.queue.priority(request.priority),
+            rank=self.queue.rank(request, now),
+            priority=self.queue.priority(request),
             max_len=self.max_model_len,
             start=start,
         )
@@ -197,6 +208,8 @@ class Engine:
             kv_usage=pool.referenced / pool.size,
             kv_blocks=pool.size,
             steps=self._steps,
+            step_tokens=self._step_tokens,
+            iterations=tuple(self._iterations),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             prefix_queries=scheduler.prefix_queries,
@@ -218,8 +231,11 @@ class Engine:
         audit(self.records, self.scheduler)
 
     def close(self) -> None:
-        """Stop the runner."""
+        """Stop the runner, and keep what was learned about its speed."""
         self._runner.close()
+        costs = self.scheduler.costs
+        if self._keep_prices is not None and costs.steps >= _ENOUGH_STEPS:
+            self._keep_prices(costs.prices)
 
     # One step
 
@@ -254,6 +270,9 @@ class Engine:
             raise RuntimeError(f"the runner answered step {result.step} when asked for step {step.plan.step}")
         now = self._clock()
         scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
+        scheduler.costs.learn(step.work, result.seconds)
+        self._step_tokens += step.work.tokens
+        self._iterations[(step.work.tokens - 1).bit_length()] += 1
         for entry, row in zip(step.entries, result.rows, strict=True):
             sequence = entry.sequence
             sequence.in_flight -= entry.count
@@ -280,6 +299,8 @@ class Engine:
         first = len(tokens) == sequence.prompt_length
         tokens.append(token)
         self._generated_tokens += 1
+        if self.queue.fair:
+            self.queue.charge_output(sequence, 1)
         if sequence.phase is Phase.PREFILL:
             sequence.stamp(Phase.DECODE, now)
         prompt_logprobs = None
@@ -348,6 +369,7 @@ class Engine:
             finish_reason=reason,
             stop_token=stop_token,
             cached_tokens=max(sequence.cached_tokens, 0),
+            cache_miss=sequence.cache_miss,
             phases=tuple(sequence.parts),
             preemptions=sequence.preemptions,
         )
@@ -376,6 +398,7 @@ class Engine:
                     index=index,
                     finish_reason=reason,
                     cached_tokens=max(sequence.cached_tokens, 0),
+                    cache_miss=sequence.cache_miss,
                     phases=tuple(sequence.parts),
                     preemptions=sequence.preemptions,
                 )

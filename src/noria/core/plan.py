@@ -31,7 +31,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     stream: int = 0  # the choice: part of the noise counter
 
 
-class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The part of one sequence that this step computes."""
 
     row: int
@@ -64,7 +64,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(r.count for r in self.rows)
 
 
-class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What was sampled for one PlanRow: `samples` tokens, then one for each further stream."""
 
     row: int

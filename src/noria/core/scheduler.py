@@ -1,6 +1,7 @@
 """The scheduler: which tokens of which sequences the next step computes, within one token budget.
 
-A step is planned in three passes over one budget of tokens:
+A step is planned in three passes over one budget of tokens, and, beside decodes, over the time that is left until their target
+(`core/costs.py`):
 
     1. decodes       every running sequence with one token left to compute gets it, or loses its place to make room
     2. prefills      running sequences with more left get a chunk, in the policy's order
@@ -10,20 +11,22 @@ Memory decides between sequences only through `_grow` (pass 1 and 2: somebody is
 
 Waiting is bounded. Nobody overtakes a sequence that waits for memory, and the running sequence that is first in the
 policy's order is never the victim while another runs: so it ends, and then the next is first. A sequence that waits for a
-block which another is computing is passed over, but keeps its place.
+block which another is computing is passed over, but keeps its place. Background sequences are outside of this promise: they
+run on what the others leave, and lose their places to them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import chain
 
+from noria.core.costs import CostModel, Room, Work
 from noria.core.growth import Growth
 from noria.core.plan import NewRow, PlanRow, RowResult, StepPlan
 from noria.core.queue import WaitingQueue
-from noria.core.sequence import Rank, Sequence, State
-from noria.kv.cache import Blocks, Hit, KVCache, Table
+from noria.core.sequence import Sequence, State
+from noria.core.victims import choose_victim, inherited, worst
+from noria.kv.cache import Blocks, Hit, KVCache
 from noria.kv.keys import BLOCK_SIZE
 from noria.types import Phase
 
@@ -46,12 +49,13 @@ class Entry:
 class Step:
     """A plan with its entries. `late` rows compute a token that the step before samples: (row, row of the step before)."""
 
-    __slots__ = ("entries", "late", "plan")
+    __slots__ = ("entries", "late", "plan", "work")
 
-    def __init__(self, plan: StepPlan, entries: list[Entry], late: list[tuple[int, int]]) -> None:
+    def __init__(self, plan: StepPlan, entries: list[Entry], late: list[tuple[int, int]], work: Work) -> None:
         self.plan = plan
         self.entries = entries
         self.late = late
+        self.work = work  # what it costs, for the cost model
 
 
 def bind(plan: StepPlan, late: Iterable[tuple[int, int]], before: tuple[RowResult, ...]) -> StepPlan:
@@ -90,11 +94,16 @@ class Scheduler:
         max_tokens: int,
         max_chunk: int,
         max_len: int,
+        costs: CostModel | None = None,
+        itl_target: float = 0.0,
     ) -> None:
+        """`itl_target`: the most seconds that a step with decodes should take, by `costs`; 0: as long as its tokens take."""
         self.cache = cache
         self.queue = queue
+        self.costs = costs or CostModel()
         self.growth = Growth(len(cache.full_groups), max_len)
         self.running: dict[Sequence, None] = {}  # in order of admission
+        self.background: dict[Sequence, None] = {}  # those of the running that are background
         self.leaving: dict[Sequence, None] = {}  # preempted or finished, with a step in flight
         self.free_rows = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
         self.fresh: dict[Sequence, None] = {}  # running, and the runner does not know yet
@@ -104,6 +113,7 @@ class Scheduler:
         self._freed_rows: list[int] = []  # that the runner does not know yet
         self._max_tokens = max_tokens
         self._max_chunk = max_chunk
+        self._itl_target = itl_target
         self._steps = 0
         self._short = False  # this step lacked a block: it admits nobody
 
@@ -112,14 +122,16 @@ class Scheduler:
     def schedule(self, now: float) -> Step | None:
         """Plan a step; None if there is nothing to compute now."""
         self._short = False
+        if self.background and len(self.queue):
+            self._make_way(now)
         planned: list[Planned] = []
         prefills = self._plan_decodes(planned, now)
-        budget = self._max_tokens - len(planned)
-        budget = self._plan_prefills(prefills, budget, planned, now)
+        room = self._room(planned) if prefills or len(self.queue) else Room(self.costs, 0)
+        self._plan_prefills(prefills, room, planned, now)
         if self._short:
-            budget = 0
-        if (budget > 0 and self.free_rows) or self.cache.marks:
-            self._admit(budget, planned, now)
+            room.tokens = 0
+        if (room.tokens > 0 and self.free_rows) or self.cache.marks:
+            self._admit(room, planned, now)
         return self._step(planned) if planned else None
 
     def _plan_decodes(self, planned: list[Planned], now: float) -> list[Sequence]:
@@ -141,26 +153,34 @@ class Scheduler:
                     planned.append((sequence, start, 1, blocks))
         return prefills
 
-    def _plan_prefills(self, prefills: list[Sequence], budget: int, planned: list[Planned], now: float) -> int:
-        """Plan chunks, as far as the budget reaches; returns what is left of it."""
+    def _room(self, decodes: list[Planned]) -> Room:
+        """What is left for prefill beside the planned decodes. Nobody waits for the tokens of background ones."""
+        tokens = self._max_tokens - len(decodes)
+        if not self._itl_target or all(sequence.request.background for sequence, *_ in decodes):
+            return Room(self.costs, tokens)
+        count = len(decodes)
+        context = sum([start for _, start, _, _ in decodes]) + count
+        return Room.beside(self.costs, tokens, self._itl_target, Work(count, context, context, count))
+
+    def _plan_prefills(self, prefills: list[Sequence], room: Room, planned: list[Planned], now: float) -> None:
+        """Plan chunks, as far as there is room."""
         if len(prefills) > 1:
-            inherited = self._inherited()
-            prefills.sort(key=lambda s: min(s.rank, inherited[s.kv][1]) if s.kv in inherited else s.rank)
+            wanted, order = inherited(self.queue, self.cache), self.queue.order
+            prefills.sort(key=lambda s: min(order(s), wanted[s.kv][1]) if s.kv in wanted else order(s))
         for sequence in prefills:
-            if budget <= 0:
-                break
             if sequence.state is not State.RUNNING:
                 continue  # the victim of one before it
             start = sequence.computed + sequence.in_flight
-            count = min(len(sequence.tokens) - start, budget, self._max_chunk)
+            count = room.chunk(start, min(len(sequence.tokens) - start, self._max_chunk))
+            if not count:
+                break
             blocks = self.cache.allocate(sequence.kv, start + count)
             if blocks is None:
                 count = max(1, min(count, self.cache.room(sequence.kv) - start))
                 blocks = self._grow(sequence, start + count, now)
             if blocks is not None:
                 planned.append((sequence, start, count, blocks))
-                budget -= count
-        return budget
+                room.take(start, count)
 
     def _grow(self, sequence: Sequence, upto: int, now: float) -> Blocks | None:
         """Blocks for positions [.., upto), preempting for them; None: it waits for blocks in flight, or was the victim."""
@@ -171,13 +191,14 @@ class Scheduler:
             self._short = True
             if self.leaving or sequence.state is not State.RUNNING:
                 return None
-            self._preempt(self._victim(), now)
+            self._preempt(choose_victim(self.running, self.queue, self.cache), now)
 
     def _step(self, planned: list[Planned]) -> Step | None:
         """The plan of what is still running, and everything the runner has yet to learn."""
         rows: list[PlanRow] = []
         entries: list[Entry] = []
         late: list[tuple[int, int]] = []
+        work_tokens = work_pairs = work_context = work_logits = 0
         fresh = self.fresh
         for sequence, start, count, blocks in planned:
             if sequence.state is not State.RUNNING:
@@ -198,6 +219,10 @@ class Scheduler:
             streams: tuple[int, ...] = ()
             if samples and sequence.streams:
                 streams, sequence.streams = sequence.streams, ()
+            work_tokens += count
+            work_pairs += count * (start + end + 1) // 2
+            work_context += end
+            work_logits += samples
             sequence.slot = len(rows)
             sequence.in_flight += count
             sequence.pending += samples
@@ -217,7 +242,8 @@ class Scheduler:
             entries.append(Entry(sequence, count, end, samples, streams))
         if not rows:
             return None
-        return Step(self._plan(tuple(rows)), entries, late)
+        work = Work(work_tokens, work_pairs, work_context, work_logits)
+        return Step(self._plan(tuple(rows)), entries, late, work)
 
     def _plan(self, rows: tuple[PlanRow, ...]) -> StepPlan:
         self._steps += 1
@@ -249,10 +275,18 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self, budget: int, planned: list[Planned], now: float) -> None:
+    def _make_way(self, now: float) -> None:
+        """Preempt background sequences until the first of the others that waits finds a row and memory."""
+        first = next((s for s in self.queue if s.blocked_on not in self.cache.marks), None)
+        while self.background and first is not None and not first.request.background and not self.leaving:
+            if self.free_rows and self._fits(first, self.cache.lookup(first.kv, first.tokens, first.hit_limit)):
+                return
+            self._preempt(worst(self.background, self.queue, self.cache), now)
+
+    def _admit(self, room: Room, planned: list[Planned], now: float) -> None:
         """Give rows and first chunks to waiting sequences in their order, until one does not fit.
 
-        Without budget or rows it only finds out who waits for a producer, which then inherits the waiter's priority.
+        Without room or rows it only finds out who waits for a producer, which then inherits the waiter's priority.
         """
         cache = self.cache
         admitted = []
@@ -266,11 +300,12 @@ class Scheduler:
                 sequence.stamp(Phase.QUEUE if sequence.blocked_on is None else Phase.KV, now)
             if sequence.blocked_on is not None:
                 continue
-            if budget <= 0 or not self.free_rows or not self._fits(sequence, hit):
+            start = hit.blocks * BLOCK_SIZE
+            count = room.chunk(start, min(len(sequence.tokens) - start, self._max_chunk))
+            if not count or not self.free_rows or not self._fits(sequence, hit):
                 break
-            start, count, blocks = self._start(sequence, hit, budget, now)
-            planned.append((sequence, start, count, blocks))
-            budget -= count
+            planned.append((sequence, start, count, self._start(sequence, hit, count, now)))
+            room.take(start, count)
             admitted.append(sequence)
         self.queue.remove(admitted)
 
@@ -286,29 +321,32 @@ class Scheduler:
                 need += self.growth.peak(chain(self.running, (sequence,)))
         return need <= cache.pool.available
 
-    def _start(self, sequence: Sequence, hit: Hit, budget: int, now: float) -> tuple[int, int, Blocks]:
-        """Let a sequence that fits run: its first chunk's start, tokens and blocks."""
+    def _start(self, sequence: Sequence, hit: Hit, count: int, now: float) -> Blocks:
+        """Let a sequence that fits run, with a first chunk of `count` tokens behind the hit: the chunk's blocks."""
         cache = self.cache
         cache.acquire(sequence.kv, hit)
         start = hit.blocks * BLOCK_SIZE
-        count = min(len(sequence.tokens) - start, budget, self._max_chunk)
         blocks = cache.allocate(sequence.kv, start + count)
         assert blocks is not None, "a sequence was admitted that does not fit"
         cache.mark(sequence.kv, sequence.tokens)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = start
+            sequence.cache_miss = cache.explain(sequence.kv, sequence.prompt_length, hit.blocks, sequence.hit_limit)
             self.prefix_queries += sequence.prompt_length
             self.prefix_hits += start
+            self.queue.charge_prompt(sequence, sequence.prompt_length - start)
         sequence.computed = start
         sequence.stamp(Phase.PREFILL, now)
         self._run(sequence)
-        return start, count, blocks
+        return blocks
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         sequence.kv.row = self.free_rows.pop()
         self.running[sequence] = None
         self.fresh[sequence] = None
+        if sequence.request.background:
+            self.background[sequence] = None
 
     def fork(self, parent: Sequence, child: Sequence, now: float) -> None:
         """Let a further choice go on from the parent's KV, or wait for a row and blocks and go on from a prefix hit."""
@@ -322,49 +360,10 @@ class Scheduler:
 
     # Leaving
 
-    def _victim(self) -> Sequence:
-        """The running sequence of lowest priority; among those, the one that loses the fewest computed tokens.
-
-        The first in the policy's order is spared while another runs, so that some sequence always ends.
-        """
-        spared = min(self.running, key=lambda s: s.rank)
-        others = [s for s in self.running if s is not spared]
-        if not others:
-            return spared
-        inherited = self._inherited()
-
-        def badness(sequence: Sequence) -> tuple[int, int, Rank]:
-            priority = sequence.priority
-            if sequence.kv in inherited:
-                priority = min(priority, inherited[sequence.kv][0])
-            return priority, -self._loss(sequence), sequence.rank
-
-        return max(others, key=badness)
-
-    def _loss(self, sequence: Sequence) -> int:
-        """Computed tokens that a preemption puts at risk: all but those in blocks that others hold as well."""
-        cache = self.cache
-        if not cache.prefix_caching or not cache.full_groups:
-            return sequence.computed
-        table, refs = sequence.kv.blocks[cache.full_groups[0]], cache.pool.refs
-        shared = bisect_left(range(sequence.kv.committed), True, key=lambda i: refs[table[i]] == 1)
-        return sequence.computed - shared * BLOCK_SIZE
-
-    def _inherited(self) -> dict[Table, tuple[int, Rank]]:
-        """The best priority and rank of those who wait for a block that a running sequence is computing."""
-        inherited: dict[Table, tuple[int, Rank]] = {}
-        if not self.cache.marks:
-            return inherited
-        for waiter in self.queue:
-            producer = self.cache.marks.get(waiter.blocked_on) if waiter.blocked_on is not None else None
-            if producer is not None:
-                priority, rank = inherited.get(producer, (waiter.priority, waiter.rank))
-                inherited[producer] = (min(priority, waiter.priority), min(rank, waiter.rank))
-        return inherited
-
     def _preempt(self, victim: Sequence, now: float) -> None:
         """Take a running sequence's place away, now or when its step in flight is back. It waits again, in its order."""
         del self.running[victim]
+        self.background.pop(victim, None)
         victim.state = State.LEAVING
         victim.stamp(Phase.PREEMPTED, now)
         victim.preemptions += 1
@@ -379,6 +378,7 @@ class Scheduler:
             self.queue.remove((sequence,))
         elif sequence.state is State.RUNNING:
             del self.running[sequence]
+            self.background.pop(sequence, None)
             self.leaving[sequence] = None
         sequence.state = State.FINISHED
         sequence.stamp(Phase.DELIVERY, now)

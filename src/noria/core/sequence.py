@@ -32,6 +32,7 @@ class Sequence:
 
     __slots__ = (
         "blocked_on",
+        "cache_miss",
         "cached_tokens",
         "computed",
         "in_flight",
@@ -83,6 +84,7 @@ class Sequence:
         self.unscored = params.prompt_logprobs is not None and self.prompt_length > 1  # prompt tokens are to be scored
         self.unpooled = request.pooling == "mean"  # every position's hidden state is still to be seen
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: not admitted yet
+        self.cache_miss = ""  # why no more were found
         self.preemptions = 0
         self.phase = Phase.QUEUE
         self.since = start
@@ -98,6 +100,7 @@ class Sequence:
         child.phase = self.phase
         child.parts = list(self.parts)
         child.cached_tokens = self.cached_tokens
+        child.cache_miss = self.cache_miss
         child.preemptions = self.preemptions
         return child
 

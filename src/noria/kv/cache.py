@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from noria.core.plan import NULL_BLOCK
 from noria.kv.keys import BLOCK_SIZE, block_key, pack_tokens, root_key
+from noria.kv.misses import OFF, SCORED, SHORT
 from noria.kv.pool import ABSENT, COLLISION, BlockPool
 from noria.models.spec import LayerGroup
 
@@ -180,6 +181,18 @@ class KVCache:
             found[group] = [NULL_BLOCK] * first + [self._find(table, group, i) for i in range(first, count)]
         return count
 
+    def explain(self, table: Table, length: int, hit_blocks: int, limit: int) -> str:
+        """Why a lookup of `length` tokens and at most `limit` blocks hit no more than it did; "" if more was not possible."""
+        if not self.prefix_caching:
+            return OFF
+        most = (length - 1) // BLOCK_SIZE
+        if hit_blocks >= most:
+            return "" if most else SHORT
+        if hit_blocks >= limit:
+            return SCORED
+        parent = table.keys[hit_blocks - 1] if hit_blocks else table.root
+        return self.pool.misses.explain(table.keys[hit_blocks], parent, table.packed[hit_blocks], hit_blocks)
+
     def acquire(self, table: Table, hit: Hit) -> None:
         """Give the blocks of a lookup, made since the pool last changed, to an empty table."""
         for group, blocks in enumerate(hit.tables):
@@ -226,7 +239,7 @@ class KVCache:
             return None
         new = []
         for blocks in table.blocks:
-            taken = self.pool.take(count)
+            taken = self.pool.take(count, blocks[-1] if blocks else NULL_BLOCK)
             blocks += taken
             new.append(tuple(taken))
         table.capacity += count * BLOCK_SIZE
@@ -260,6 +273,8 @@ class KVCache:
             return
         if self.marks.get(key) is table:
             del self.marks[key]
+        if ABSENT in existing:
+            pool.misses.cached(key, parent, packed, first=index == 0)
         for group, (block, blocks) in enumerate(zip(existing, table.blocks, strict=True)):
             own = blocks[index]
             if block == ABSENT:

@@ -2,13 +2,15 @@
 
 Every block but the null block is in exactly one of three conditions:
 
-    free        no references, no key: on the free list
+    free        no references, no key
     referenced  in the tables of `refs` sequences (with or without a key)
     cached      no references, a key: can be found, and can be evicted
 
-Eviction takes the cached block that was released first. Callers release the blocks of a full-attention group from the
-tail to the head, and those of a window group from the oldest position on. A holder of a full-attention block holds all
-blocks before it, so a block is always released (again) after its children, and least recently used first is also leaves first.
+Eviction takes the cached block that was released first, and begins when an eighth of the blocks is left free: sequences whose
+blocks are neighbours are faster to read, which is worth more than so many cached blocks (`kv/free.py`). Callers release the
+blocks of a full-attention group from the tail to the head, and those of a window group from the oldest position on. A holder
+of a full-attention block holds all blocks before it, so a block is always released (again) after its children, and least
+recently used first is also leaves first.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from noria.core.plan import NULL_BLOCK
+from noria.kv.free import FreeBlocks
+from noria.kv.misses import Misses
+
+_RESERVE = 8  # one block in so many is kept free of cached ones, so that runs of neighbours are free (`kv/free.py`)
 
 ABSENT = 0  # outcomes of `find` that are not a block
 COLLISION = -1
@@ -25,13 +31,15 @@ COLLISION = -1
 class BlockPool:
     """The blocks [1, num_blocks) and the index (group, key) -> block. Raises nothing: callers ask `available` first."""
 
-    __slots__ = ("_free", "_group", "_index", "_key", "_packed", "_parent", "cached", "refs", "size")
+    __slots__ = ("_free", "_group", "_index", "_key", "_packed", "_parent", "_reserve", "cached", "misses", "refs", "size")
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.size = num_blocks - 1  # without the null block
         self.refs = [0] * num_blocks
         self.cached: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: low ids first
+        self.misses = Misses()
+        self._free = FreeBlocks(num_blocks)
+        self._reserve = self.size // _RESERVE
         self._index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._key: list[bytes] = [b""] * num_blocks  # b"": none
         self._parent: list[bytes] = [b""] * num_blocks
@@ -48,17 +56,26 @@ class BlockPool:
         """Blocks that sequences hold."""
         return self.size - self.available
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks with one reference each and no key; at most `available`."""
+    def take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
+        """`count` blocks with one reference each and no key, to follow block `after` in a table; at most `available`."""
         free = self._free
-        while len(free) < count:
-            block, _ = self.cached.popitem(last=False)
-            self._forget(block)
-            free.append(block)
-        taken = [free.pop() for _ in range(count)]
-        for block in taken:
-            self.refs[block] = 1
+        lacking = count + self._reserve - len(free)
+        if lacking > 0:
+            self._evict(lacking)
+        taken = []
+        for _ in range(count):
+            after = free.take(after)
+            self.refs[after] = 1
+            taken.append(after)
         return taken
+
+    def _evict(self, count: int) -> None:
+        """Free `count` cached blocks, or as many as there are."""
+        for _ in range(min(count, len(self.cached))):
+            block, _ = self.cached.popitem(last=False)
+            self.misses.evicted(self._key[block], self._parent[block])
+            self._forget(block)
+            self._free.add(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference to each block, which is referenced or cached; null blocks are passed over."""
@@ -81,7 +98,7 @@ class BlockPool:
                 if self._key[block]:
                     self.cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._free.add(block)
 
     def find(self, group: int, key: bytes, parent: bytes, packed: bytes) -> int:
         """The block of (group, key), verified: ABSENT, or COLLISION if the block under this key holds other tokens."""
@@ -99,6 +116,7 @@ class BlockPool:
         """Drop the whole index: cached blocks become free, referenced blocks can no longer be found."""
         self._free.extend(self.cached)
         self.cached.clear()
+        self.misses.forget()
         for index in self._index:
             for block in list(index.values()):
                 self._forget(block)
@@ -109,10 +127,8 @@ class BlockPool:
 
     def check(self, full_groups: Iterable[int]) -> list[str]:
         """What is wrong with the pool itself; nothing, unless there is a fault in this package."""
-        faults = []
+        faults = self._free.check()
         free = set(self._free)
-        if len(free) != len(self._free):
-            faults.append("a block is on the free list twice")
         if free & self.cached.keys():
             faults.append(f"free and cached at once: {sorted(free & self.cached.keys())}")
         held = {block for block, refs in enumerate(self.refs) if refs}

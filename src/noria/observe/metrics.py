@@ -6,10 +6,12 @@ own counters), and what the shell delivered (tokens and requests as clients were
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from noria.types import EngineStats, FinishReason, Phase
@@ -17,11 +19,38 @@ from noria.types import EngineStats, FinishReason, Phase
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+# Families that vLLM has under the same name after its own prefix, `vllm:`, for what reads those: dashboards, autoscalers.
+VLLM_FAMILIES = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "iteration_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "lora_requests_info",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+    }
+)
+
 
 class Metrics:
-    """The metrics of one served model."""
+    """The metrics of one served model. With `vllm_names`, those that vLLM has come under its names too."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats], *, vllm_names: bool = False) -> None:
+        self._vllm_names = vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_EngineCollector(model_name, stats))
 
@@ -78,7 +107,21 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything, in Prometheus's text format 0.0.4."""
-        return generate_latest(self._registry)
+        text = generate_latest(self._registry)
+        return text + vllm_aliases(text) if self._vllm_names else text
+
+
+def vllm_aliases(text: bytes) -> bytes:
+    """The lines of an exposition that are about a family of vLLM's, under its name."""
+    lines = []
+    for line in text.splitlines(keepends=True):
+        start, prefix, rest = line.partition(b"noria_")
+        name = re.match(rb"\w+", rest)
+        if prefix and start in (b"", b"# HELP ", b"# TYPE ") and name is not None:
+            family = re.sub(r"_(bucket|sum|count)$", "", name[0].decode())
+            if family in VLLM_FAMILIES:
+                lines.append(start + b"vllm:" + rest)
+    return b"".join(lines)
 
 
 class _EngineCollector(Collector):
@@ -112,3 +155,13 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"noria_{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, getattr(stats, field))
             yield counter
+        yield self._iterations(stats)
+
+    def _iterations(self, stats: EngineStats) -> HistogramMetricFamily:
+        """Tokens a step, in the engine's buckets."""
+        histogram = HistogramMetricFamily("noria_iteration_tokens_total", "tokens computed by a step", labels=["model_name"])
+        bounds = [str(2.0**i) for i in range(len(stats.iterations))]
+        counts = list(accumulate(stats.iterations))
+        buckets = [*zip(bounds, counts, strict=True), ("+Inf", counts[-1] if counts else 0)]
+        histogram.add_metric(self._labels, buckets, sum_value=stats.step_tokens)
+        return histogram

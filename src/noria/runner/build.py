@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from noria.backends.base import BLOCK_SIZE, Backend, Handle, KVCacheSpec, Ops
+from noria.backends.base import BLOCK_SIZE, Backend, Executable, Handle, KVCacheSpec, Ops
 from noria.config import EngineConfig
 from noria.models import rope
 from noria.models.registry import family_of
@@ -90,27 +90,40 @@ def model_tag(model: LoadedModel, backend: str) -> bytes:
 
 def build_runner(config: EngineConfig, model: LoadedModel) -> tuple[Runner, Backend]:
     """Allocate the KV cache and record the forward pass on the backend that the settings name."""
+    executable, backend = build_executable(config, model)
+    return Runner(executable, backend, step_tables(config, model), depth=config.async_depth), backend
+
+
+def build_executable(config: EngineConfig, model: LoadedModel) -> tuple[Executable, Backend]:
+    """The recorded forward pass with its cache, without a runner: what measurements drive step by step."""
     spec, ledger = model.spec, model.ledger
-    groups = layer_groups(spec)
-    blocks_per_row = -(-ledger.max_model_len // BLOCK_SIZE)
     backend = make_backend(config)
     executable = backend.build(
         model.forward,
         ropes=[rope.tables(r, ledger.max_model_len) for r in spec.ropes],
         kv=KVCacheSpec(
-            groups=groups,
+            groups=layer_groups(spec),
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=ledger.kv_dtype,
             num_blocks=ledger.num_blocks,
-            max_blocks_per_row=blocks_per_row,
+            max_blocks_per_row=_blocks_per_row(ledger),
         ),
         max_tokens=config.max_num_batched_tokens,
         max_rows=config.max_num_seqs,
         vocab_size=spec.vocab_size,
     )
-    rows = Rows(config.max_num_seqs, ledger.max_model_len, len(groups), blocks_per_row)
-    return Runner(executable, backend, rows, depth=config.async_depth), backend
+    return executable, backend
+
+
+def step_tables(config: EngineConfig, model: LoadedModel) -> Rows:
+    """The empty tables of the rows that such an executable may run at once."""
+    ledger = model.ledger
+    return Rows(config.max_num_seqs, ledger.max_model_len, len(layer_groups(model.spec)), _blocks_per_row(ledger))
+
+
+def _blocks_per_row(ledger: MemoryLedger) -> int:
+    return -(-ledger.max_model_len // BLOCK_SIZE)
 
 
 def make_backend(config: EngineConfig) -> Backend:

@@ -67,6 +67,7 @@ class StepDraws:
     logit_rows: Int32
     hidden_rows: Int32
     rows: list[RowDraws]
+    bare: bool  # every row draws one token and nothing else: no logprobs
 
 
 def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
@@ -100,7 +101,13 @@ def step_draws(plan: StepPlan, rows: Rows, row_offsets: Int32) -> StepDraws:
             pooled.append((offset + planned.hidden_from - start, hidden))
         draw += scored + sampled + named
         places.append(RowDraws(first, scored, sampled, named, hidden))
-    return StepDraws(_expand(segments, rows), _runs(wanted), _runs(pooled), places)
+    draws = _expand(segments, rows)
+    bare = all(_is_bare(place) for place in places) and not (draws.num_top >= 0).any()
+    return StepDraws(draws, _runs(wanted), _runs(pooled), places, bare)
+
+
+def _is_bare(place: RowDraws) -> bool:
+    return place.sampled == 1 and not (place.scored or place.named or place.hidden)
 
 
 def _scored_positions(planned: PlanRow, rows: Rows) -> tuple[int, int]:
@@ -224,14 +231,16 @@ def _append_histories(out: _CompressedRows[np.int32], segment: Segment, rows: Ro
             out.append(*drafted.arrays())
 
 
-def row_results(plan: StepPlan, places: Sequence[RowDraws], drawn: Drawn, rows: Rows) -> tuple[RowResult, ...]:
+def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> tuple[RowResult, ...]:
     """Sort what was drawn back to the plan's rows."""
     tokens = drawn.token.tolist()
+    if draws.bare:
+        return tuple([RowResult(row=planned.row, tokens=(token,)) for planned, token in zip(plan.rows, tokens, strict=True)])
     slots = [planned.row for planned in plan.rows]
     tops, prompt_tops = rows.num_top[slots].tolist(), rows.num_prompt_top[slots].tolist()
     results = []
     seen = 0  # hidden states of the rows before
-    for planned, place, top, prompt_top in zip(plan.rows, places, tops, prompt_tops, strict=True):
+    for planned, place, top, prompt_top in zip(plan.rows, draws.rows, tops, prompt_tops, strict=True):
         row, middle = planned.row, place.first + place.scored
         end = middle + place.sampled
         logprobs = _logprobs(drawn, middle, end, top)

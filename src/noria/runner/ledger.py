@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from noria.backends.base import BLOCK_SIZE, Handle, KVCacheSpec, Ops
+from noria.backends.base import BLOCK_SIZE, Handle, KVCacheSpec, KVType, Ops
 from noria.backends.cost.backend import CostBackend
 from noria.config import EngineConfig
 from noria.models.spec import LayerGroup, ModelSpec, layer_groups
@@ -35,7 +34,7 @@ class MemoryLedger:
     block_bytes: int
     num_blocks: int  # the null block included
     max_model_len: int
-    kv_dtype: Literal["bf16", "f32"]
+    kv_dtype: KVType
     kv_tokens: int  # tokens of one sequence that the blocks hold
 
     def __str__(self) -> str:
@@ -158,7 +157,7 @@ def plan_memory(
 ) -> MemoryLedger:
     """Divide `available` bytes (measured before the weights are touched). ConfigError where the settings cannot be met."""
     groups = layer_groups(spec)
-    dtype: Literal["bf16", "f32"] = "f32" if config.kv_cache_dtype == "f32" else "bf16"
+    dtype: KVType = "bf16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     length = min(config.max_model_len or spec.context_length, spec.context_length)
     if config.max_model_len and config.max_model_len > spec.context_length:
         raise ConfigError(

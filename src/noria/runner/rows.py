@@ -107,6 +107,7 @@ class Rows:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, max_blocks_per_row: int) -> None:
         n = max_num_seqs
+        self.version = 0  # raised when a row is taken: what is known of a row holds until then
         self.tokens = np.zeros((n, max_model_len), np.int32)
         self.block_tables = tuple(np.full((n, max_blocks_per_row), NULL_BLOCK, np.int32) for _ in range(num_groups))
         self._num_blocks = np.zeros((n, num_groups), np.int64)
@@ -135,6 +136,7 @@ class Rows:
         row, p = new.row, new.params
         assert not self._taken[row], f"row {row} is taken but not freed"
         self._taken[row] = True
+        self.version += 1
         self.tokens[row, : len(new.tokens)] = new.tokens
         self._num_blocks[row] = 0
         for table in self.block_tables:

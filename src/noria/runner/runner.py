@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from noria.backends.base import Backend, Drawn, Executable, StepInputs
 from noria.core.plan import StepPlan, StepResult
 from noria.runner.draws import StepDraws, row_results
-from noria.runner.inputs import step_inputs
 from noria.runner.rows import Rows
+from noria.runner.steady import SteadyInputs
 
 
 class Ticket:
@@ -33,6 +33,7 @@ class Runner:
         self._executable = executable
         self._backend = backend
         self._rows = rows
+        self._inputs = SteadyInputs(rows)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="noria-step") if depth else None
         self._running: Future[tuple[Drawn, float]] | None = None
 
@@ -54,7 +55,7 @@ class Runner:
             rows.append(planned)
         if not plan.rows:
             return Ticket(plan, None, None)
-        inputs, draws = step_inputs(plan, rows)
+        inputs, draws = self._inputs.build(plan)
         if self._thread is None:
             return Ticket(plan, draws, lambda: self._run(inputs))
         self._running = self._thread.submit(self._run, inputs)
@@ -70,7 +71,7 @@ class Runner:
         if ticket.work is None or ticket.draws is None:
             return StepResult(step=ticket.plan.step, rows=())
         drawn, seconds = ticket.work()
-        rows = row_results(ticket.plan, ticket.draws.rows, drawn, self._rows)
+        rows = row_results(ticket.plan, ticket.draws, drawn, self._rows)
         return StepResult(step=ticket.plan.step, rows=rows, seconds=seconds)
 
     def close(self) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from noria.server.validate import SEED_BITS, check_room
+from noria.text.events import Content, Event
 from noria.text.output import ChoiceText, Echo, prompt_echo
+from noria.text.parsing import ParsePlan, Parser
 from noria.text.tokenizer import Tokenizer
 from noria.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -36,26 +38,41 @@ class Delta:
     offsets: tuple[int, ...]  # of the tokens, in characters of the choice's text, if asked for
     finish_reason: FinishReason | None = None  # STOP or LENGTH, with the last delta of the choice
     stop_reason: str | int | None = None  # the stop string or the client's stop token id that ended it
+    events: tuple[Event, ...] = ()  # of a chat: what the text is. Calls and reasoning are in here only as far as they are sure
+    calls: int = 0  # complete tool calls of the choice so far
 
 
 class _Choice:
     """One choice: its text, and the tokens whose text may not be shown yet."""
 
-    __slots__ = ("ended", "held", "held_logprobs", "text", "tokens")
+    __slots__ = ("ended", "held", "held_logprobs", "parser", "reasoning_tokens", "text", "tokens")
 
-    def __init__(self, text: ChoiceText) -> None:
+    def __init__(self, text: ChoiceText, parser: Parser | None) -> None:
         self.text = text
+        self.parser = parser
+        self.reasoning_tokens = 0
         self.tokens = 0  # returned so far
         self.held: deque[int] = deque()
         self.held_logprobs: deque[TokenLogprobs] = deque()
         self.ended = False
+
+    def events(self, text: str, tokens: int, *, last: bool) -> tuple[Event, ...]:
+        """What more text is; `tokens` came with it."""
+        parser = self.parser
+        if parser is None:
+            return (Content(text),) if text else ()
+        reasoning = parser.reasoning
+        events = parser.push(text)
+        if reasoning or parser.reasoning:
+            self.reasoning_tokens += tokens
+        return events + parser.finish() if last else events
 
 
 class Answer:
     """The choices of one EngineRequest.
 
     `text` is the prompt as the client wrote it, None if it came as ids. With `echo` the choices begin with the prompt (see
-    `self.echo`); `offsets` asks for the place of each token in the text.
+    `self.echo`); `offsets` asks for the place of each token in the text. `plan`: what to look for in a chat's text.
     """
 
     def __init__(
@@ -66,8 +83,10 @@ class Answer:
         text: str | None = None,
         echo: bool = False,
         offsets: bool = False,
+        plan: ParsePlan | None = None,
     ) -> None:
         params = request.params
+        shown = frozenset[int]() if plan is None else tokenizer.shown_in(plan.texts)
         self.request = request
         self.text = text
         self.echo: Echo | None = None
@@ -76,6 +95,7 @@ class Answer:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.embedding = b""  # of a request with pooling
         self.cached_tokens = 0
+        self.cache_miss = ""  # why no more of the prompt was
         self.phases: tuple[float, ...] = ()
         self.preemptions = 0
         self.reason = FinishReason.STOP  # how the choice that ended last did
@@ -90,11 +110,13 @@ class Answer:
                     stops=params.stop,
                     include_stop=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
+                    shown=shown,
                     min_tokens=params.min_tokens,
                     prompt=request.prompt,
                     echo=self.echo,
                     offsets=offsets,
-                )
+                ),
+                None if plan is None else Parser(plan),
             )
             for _ in range(params.n)
         ]
@@ -114,6 +136,11 @@ class Answer:
         """Tokens returned so far, of all choices."""
         return sum(choice.tokens for choice in self._choices)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that are reasoning, its marks included."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
+
     def take(self, output: SequenceOutput) -> Delta | None:
         """One output of the engine. The delta for its choice, None if there is nothing to show."""
         if output.prompt_logprobs is not None:
@@ -122,6 +149,7 @@ class Answer:
         if output.finish_reason is not None:
             self._open -= 1
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            self.cache_miss = output.cache_miss
             self.phases = output.phases
             self.preemptions += output.preemptions
         choice = self._choices[output.index]
@@ -131,7 +159,11 @@ class Answer:
             self._end(choice)
             self.failure, self.failure_text = output.finish_reason, output.error
             return None
-        return self._show(choice, output)
+        if choice.parser is None or len(output.tokens) < 2:
+            return self._show(choice, output)
+        # One token after the other, so that each is counted as what it is: reasoning may end inside a step.
+        deltas = [delta for part in _single(output) if not choice.ended and (delta := self._show(choice, part)) is not None]
+        return merge(deltas) if deltas else None
 
     def _show(self, choice: _Choice, output: SequenceOutput) -> Delta | None:
         reason = output.finish_reason
@@ -141,6 +173,9 @@ class Answer:
         choice.held_logprobs.extend(output.logprobs)
         if shown.stop is not None:
             reason, stop_reason = FinishReason.STOP, shown.stop
+        events = choice.events(shown.text, shown.tokens, last=reason is not None)
+        if reason is None and choice.parser is not None and choice.parser.ended:
+            reason = FinishReason.STOP
         if reason is not None:
             self._end(choice)
             self.reason = reason
@@ -155,6 +190,8 @@ class Answer:
             offsets=shown.offsets,
             finish_reason=reason,
             stop_reason=stop_reason,
+            events=events,
+            calls=0 if choice.parser is None else choice.parser.calls,
         )
 
     def _end(self, choice: _Choice) -> None:
@@ -175,6 +212,17 @@ def _popped(held: deque[T], count: int) -> tuple[T, ...]:
     return tuple(held.popleft() for _ in range(count))
 
 
+def _single(output: SequenceOutput) -> Iterator[SequenceOutput]:
+    """An output of several tokens as one for each; what ends the choice comes with the last."""
+    last = len(output.tokens) - 1
+    for i, token in enumerate(output.tokens):
+        logprobs = output.logprobs[i : i + 1]
+        if i < last:
+            yield SequenceOutput(request_id=output.request_id, index=output.index, tokens=(token,), logprobs=logprobs)
+        else:
+            yield msgspec.structs.replace(output, tokens=(token,), logprobs=logprobs)
+
+
 def merge(deltas: Sequence[Delta]) -> Delta:
     """All deltas of one choice as one."""
     last = deltas[-1]
@@ -186,6 +234,8 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         offsets=tuple(offset for delta in deltas for offset in delta.offsets),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        events=tuple(event for delta in deltas for event in delta.events),
+        calls=last.calls,
     )
 
 

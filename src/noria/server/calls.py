@@ -26,6 +26,7 @@ from noria.server.requests import (
     sampling_params,
 )
 from noria.server.shapes import ChatShape, CompletionShape, Shape
+from noria.server.tools import call_plan, reasoning_is_open, tool_use
 from noria.server.validate import SEED_BITS, check_params, check_token
 from noria.text.chat import encode_chat
 from noria.types import EngineRequest, RequestError, SamplingParams
@@ -87,13 +88,18 @@ def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: f
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
     top = (body.top_logprobs or 0) if body.logprobs else None
     params, seed = _params(context, served, body, logprobs=top, limit=limit)
-    ids = _truncated(body, chat_ids(served, body, body.reasoning_effort, limit=_longest(served, body)), served)
-    answer = Answer(served.text.tokenizer, _engine_request(context, served, body, ids, params, arrival))
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    ids = _truncated(body, chat_ids(served, body, body.reasoning_effort, tools=use.shown, limit=_longest(served, body)), served)
+    plan = call_plan(served.text, use, opened=reasoning_is_open(served.text, ids))
+    if plan.grammar is not None:
+        params = msgspec.structs.replace(params, structured_output=plan.grammar)
+    answer = Answer(served.text.tokenizer, _engine_request(context, served, body, ids, params, arrival), plan=plan.parse)
     shape = ChatShape(
         served.text.tokenizer,
         top=top,
         token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs is not None,
+        named=use.named,
     )
     return Call(body, [answer], shape, seed, _generation(context, served, body, [answer]))
 
@@ -122,7 +128,8 @@ def prompt_size(body: Body) -> int:
     if isinstance(body, CompletionBody):
         return _text_size(body.prompt)
     assert isinstance(body, ChatBody)
-    return sum(_text_size(message.get("content")) for message in body.messages)
+    tools = INLINE_CHARACTERS + 1 if body.tools else 0  # to be checked, rendered and made a grammar of
+    return tools + sum(_text_size(message.get("content")) for message in body.messages)
 
 
 def _text_size(value: Any) -> int:
@@ -205,15 +212,27 @@ def _truncated(body: Body, ids: tuple[int, ...], served: Served) -> tuple[int, .
 
 
 def chat_ids(
-    served: Served, body: ChatBody | TokenizeBody, reasoning_effort: str | None, *, limit: int | None
+    served: Served,
+    body: ChatBody | TokenizeBody,
+    reasoning_effort: str | None,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    limit: int | None,
 ) -> tuple[int, ...]:
-    """The ids of rendered messages. Raises RequestError if the model has no chat template, or it refuses the messages."""
+    """The ids of rendered messages. Raises RequestError if the model has no chat template, or it refuses the messages.
+
+    `reasoning_effort` reaches the template under its own name, and as the switches by which templates turn reasoning on and
+    off; the request's own `chat_template_kwargs` win.
+    """
     variables = dict(body.chat_template_kwargs)
     if reasoning_effort is not None:
         variables.setdefault("reasoning_effort", reasoning_effort)
+        for switch in ("enable_thinking", "thinking"):
+            variables.setdefault(switch, reasoning_effort != "none")
     ids = encode_chat(
         served.text.template,
         body.messages or [],
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=variables,

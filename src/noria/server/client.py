@@ -112,6 +112,7 @@ class EngineClient:
 
     def __init__(self, process: EngineProcess, *, on_stage: Callable[[str], None] = lambda text: None) -> None:
         self.stats = EngineStats()
+        self.stamp: Callable[[EngineRequest], EngineRequest] | None = None  # what every request passes on its way out
         self._process = process
         self._on_stage = on_stage
         self._open: dict[int, _OpenRequest] = {}
@@ -162,7 +163,7 @@ class EngineClient:
         stream = RequestStream(requests)
         for request in requests:
             self._open[request.request_id] = _OpenRequest(stream, request.params.n)
-            self._send(Add(request=request))
+            self._send(Add(request=request if self.stamp is None else self.stamp(request)))
         return stream
 
     def abort(self, *request_ids: int) -> None:

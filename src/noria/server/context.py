@@ -8,13 +8,16 @@ import time
 from typing import TYPE_CHECKING
 
 from noria.config import EngineConfig, ServeConfig
+from noria.server.access_log import AccessLog
+from noria.server.keys import load_keys
 from noria.types import RequestError
 
 if TYPE_CHECKING:
     from noria.observe.metrics import Metrics
+    from noria.server.batches.service import BatchService
     from noria.server.client import EngineClient
-    from noria.server.loading import ModelText
     from noria.server.wire import EngineFacts
+    from noria.text.loader import TextModel
 
 HEALTH_TIMEOUT_S = 10.0  # of a round trip, which waits for the step that runs: far more than a step takes
 
@@ -27,7 +30,7 @@ class Served:
         *,
         client: EngineClient,
         facts: EngineFacts,
-        text: ModelText,
+        text: TextModel,
         metrics: Metrics,
         names: tuple[str, ...],
         model_defaults: bool,
@@ -47,9 +50,13 @@ class ServerContext:
     """Settings, and the state of the server: loading (no `served` yet), serving, draining."""
 
     def __init__(self, engine_config: EngineConfig, config: ServeConfig) -> None:
+        """Raises ConfigError for keys that cannot be read, or a log that cannot be written."""
         self.engine_config = engine_config
         self.config = config
+        self.keys = load_keys(config.api_key, config.api_key_file)
+        self.access_log = AccessLog(config.access_log, config.slow_request_s)
         self.served: Served | None = None
+        self.batches: BatchService | None = None  # with an application around it
         self.draining = False
         self.open_requests = 0  # HTTP requests that the engine works for
         self._request_ids = secrets.randbits(32) << 20  # unique inside; the start only keeps logs of two runs apart

@@ -6,6 +6,7 @@ With no work it blocks in poll and uses no processor time. The process ends when
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -94,6 +95,7 @@ def main() -> None:
     code = 1
     try:
         loaded = _factory(launch.factory)(launch.config, channel.send)
+        gc.freeze()  # what was loaded stays: a collection between two steps need not visit it
         channel.send(Ready(version=VERSION, facts=loaded.facts, stats=loaded.engine.stats()))
         serve(loaded.engine, channel)
         loaded.engine.close()

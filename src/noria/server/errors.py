@@ -9,6 +9,7 @@ import orjson
 from starlette.responses import Response
 
 from noria.server.client import Refusal
+from noria.server.limits import OverLimit
 from noria.types import RequestError
 
 TYPES = {
@@ -17,6 +18,7 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -40,7 +42,7 @@ def error_response(error: RequestError) -> Response:
     """An error as a response; 429 and 503 say when to try again."""
     headers = {}
     if error.status in (429, 503):
-        estimate = error.retry_after if isinstance(error, Refusal) else None
+        estimate = error.retry_after if isinstance(error, Refusal | OverLimit) else None
         headers["Retry-After"] = str(math.ceil(RETRY_AFTER_S if estimate is None else estimate))
     return JSON(error_object(error), status=error.status, headers=headers)
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from noria.kv.misses import NEVER_SEEN, OTHER_ROOT
 from noria.observe.timeline import timeline
 from noria.server.answer import Answer, Delta
 from noria.server.client import EngineClient, EngineDead
+from noria.server.exchange import current_exchange
 from noria.types import FinishReason, RequestError, SequenceOutput
 
 Deltas = list[tuple[int, Delta]]  # (position of the prompt in the call, delta), in the order they were made
@@ -44,6 +46,7 @@ class Generation:
         self._last_tokens: dict[tuple[int, int], float] = {}  # when each choice had its last tokens
         self._last = answers[-1]  # the answer that the engine finished last
         self._aborted = False
+        self._exchange = current_exchange()
 
     async def steps(self) -> AsyncGenerator[Deltas]:
         """The deltas of each step that had some. Returns when the engine has finished every request.
@@ -75,7 +78,7 @@ class Generation:
 
     def abort(self) -> None:
         """End all requests of the call: `steps` then ends within a step."""
-        self._aborted = True
+        self._aborted = self._exchange.aborted = True
         self._client.abort(*self._positions)
 
     @property
@@ -93,14 +96,19 @@ class Generation:
         """Prompt tokens that were in the prefix cache, as far as it is known: a request says so at its end."""
         return sum(answer.cached_tokens for answer in self.answers)
 
+    def timing(self) -> dict[str, Any]:
+        """Where the time of the call went until now, by the request that ended last: seconds by phase, and its cache use."""
+        last = self._last
+        parts: dict[str, Any] = dict(timeline(last.phases, time.monotonic() - self._arrival))
+        # Clients do not learn what is known under another tenant's salt: that would undo what salts are for.
+        miss = NEVER_SEEN if last.cache_miss == OTHER_ROOT else last.cache_miss
+        parts["cache"] = {"cached_tokens": last.cached_tokens, "miss": miss or None}
+        return parts
+
     @property
     def phases(self) -> tuple[float, ...]:
         """Seconds by `Phase` of the request that ended last."""
         return self._last.phases
-
-    def timing(self) -> dict[str, float]:
-        """Where the time of the call went until now, by the request that ended last; seconds by phase."""
-        return timeline(self._last.phases, time.monotonic() - self._arrival)
 
     def _take(self, position: int, output: SequenceOutput, now: float) -> Delta | None:
         """One output: its delta, the choice's abort once its text has ended, and the counts."""
@@ -110,6 +118,7 @@ class Generation:
             self._prefilled.add(position)
             self._metrics.prefilled(len(answer.request.prompt), now - self._arrival)
         if delta is not None and delta.tokens:
+            self._exchange.generated(len(delta.tokens), now)
             before = self._last_tokens.get((position, delta.index))
             self._last_tokens[position, delta.index] = now
             self._metrics.generated(len(delta.tokens), None if before is None else now - before)
@@ -124,6 +133,7 @@ class Generation:
         self._open.remove(position)
         self._last = self.answers[position]
         self._metrics.finished(reason, now - self._arrival, self._last.phases)
+        self._exchange.finished(self._last.phases, self._last.cached_tokens, self._last.cache_miss)
 
     def _give_up(self, reason: FinishReason) -> None:
         """Count and abort what is still open, if the reader leaves early or the engine is gone."""
@@ -132,11 +142,18 @@ class Generation:
             self._client.abort(self.answers[position].request.request_id)
             self._close(position, reason, now)
 
+    def _too_late(self) -> RequestError:
+        """Past a deadline: the client's own, or the server's."""
+        deadline = self._exchange.deadline
+        if deadline is not None and time.monotonic() >= deadline:
+            return RequestError("the request took longer than its X-Noria-Timeout", status=408, code="timeout")
+        return RequestError("the request reached its deadline (--request-timeout-s)", status=503, code="timeout")
+
     def _raise_failure(self) -> None:
         """The error that a failed request is told as. Nobody is there to hear it after our own abort."""
         for answer in self.answers:
             if answer.failure is FinishReason.TIMEOUT:
-                raise RequestError("the request reached its deadline (--request-timeout-s)", status=503, code="timeout")
+                raise self._too_late()
             if answer.failure is FinishReason.ERROR:
                 text = answer.failure_text or "unknown"
                 raise RequestError(f"the engine could not go on with this request: {text}", status=500)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
     from noria.core.engine import Engine
     from noria.server.client import EngineClient
     from noria.server.engine_process import Report
-    from noria.text.chat import ChatTemplate
-    from noria.text.tokenizer import Tokenizer
+    from noria.text.loader import TextModel
 
 SAMPLING_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})  # of generation_config.json
 PROGRESS_EVERY_S = 1.0  # of a stage that counts to 100 %
 _SHARE = re.compile(r"\d+ %")
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator may say about the text half: settings of the same names in `ServeConfig`."""
+
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class LocalEngine:
@@ -66,32 +74,37 @@ def load_engine(config: EngineConfig, report: Report) -> LocalEngine:
     )
 
 
-class ModelText:
-    """The text half of a model: its tokenizer, and its chat template if it has one."""
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
-
-
-def load_text(path: Path, cache_dir: Path, chat_template: str | None = None) -> ModelText:
-    """The text half of the model at `path`. Raises LoadError, and ConfigError for an unreadable `chat_template` file."""
-    from noria.text.loader import load_chat_template, load_tokenizer
+def load_text(path: Path, cache_dir: Path, options: TextOptions | None = None) -> TextModel:
+    """The text half of the model at `path`. Raises LoadError; ConfigError for an unreadable template or an unknown format."""
+    from noria.text.loader import load_text_model
     from noria.text.source import TokenizerSource, source_from_gguf
     from noria.weights.gguf import GGUFFile
 
+    options = options or TextOptions()
     source: Path | TokenizerSource = path if path.is_dir() else source_from_gguf(GGUFFile(path).metadata)
-    tokenizer = load_tokenizer(source, cache_dir)
-    override = None if chat_template is None else Path(chat_template)
-    return ModelText(tokenizer, load_chat_template(source, tokenizer, override))
+    return load_text_model(
+        source,
+        cache_dir=cache_dir,
+        chat_template=None if options.chat_template is None else Path(options.chat_template),
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
 
 
-async def start(client: EngineClient, cache_dir: Path, chat_template: str | None = None) -> tuple[EngineFacts, ModelText]:
+async def start(
+    client: EngineClient,
+    cache_dir: Path,
+    options: TextOptions,
+    *,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[EngineFacts, TextModel]:
     """Load the text half here while the engine process loads the rest. Raises LoadError or ConfigError."""
 
-    async def text() -> ModelText:
+    async def text() -> TextModel:
         path = Path(await client.located)
-        return await asyncio.get_running_loop().run_in_executor(None, load_text, path, cache_dir, chat_template)
+        loaded = await asyncio.get_running_loop().run_in_executor(None, load_text, path, cache_dir, options)
+        progress("tokenizer loaded")
+        return loaded
 
     loading = asyncio.create_task(text())
     try:

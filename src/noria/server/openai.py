@@ -7,6 +7,7 @@ as a stream. `prepare` and `collect` need no HTTP: `noria run` answers the lines
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
 import time
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from noria.server.answer import Delta, merge
@@ -35,6 +36,8 @@ log = logging.getLogger("noria")
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
+
+BODY_IDLE_S = 30.0  # longest pause within a request body
 
 GENERATION_BODIES: dict[str, type[CompletionBody] | type[ChatBody]] = {
     "/v1/completions": CompletionBody,
@@ -101,7 +104,7 @@ class OpenAI:
     async def prepare(self, data: bytes, kind: type[CompletionBody] | type[ChatBody]) -> tuple[Served, Call]:
         """A request body as a call that is ready to run. Raises RequestError."""
         arrival = time.monotonic()
-        body, unknown = parse_body(data, kind)
+        body, unknown = await self._off_loop(len(data), lambda: parse_body(data, kind))
         served = self._context.require(body.model)
         if unknown:
             served.metrics.ignored_fields(len(unknown))
@@ -150,13 +153,15 @@ class OpenAI:
             watcher.cancel()
 
     async def _read(self, request: Request, kind: type[B]) -> tuple[B, list[str]]:
-        return parse_body(await read_body(request, self._context.config.max_body_bytes), kind)
+        data = await read_body(request, self._context.config.max_body_bytes)
+        return await self._off_loop(len(data), lambda: parse_body(data, kind))
 
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Do `work` here if it is short, else in a thread: other streams go on meanwhile."""
         if size <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        run = contextvars.copy_context().run  # the thread works for the same exchange
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work)
 
     def _model(self, served: Served, name: str) -> dict[str, Any]:
         return model_object(name, served.created, served.facts.max_model_len, served.facts.model)
@@ -170,12 +175,29 @@ async def read_body(request: Request, most: int) -> bytes:
         raise too_large
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    async for part in body_parts(request):
         size += len(part)
         if size > most:
             raise too_large
         parts.append(part)
     return b"".join(parts)
+
+
+async def body_parts(request: Request) -> AsyncGenerator[bytes]:
+    """The body as it comes. Raises RequestError 408 if nothing comes for a while: nobody holds a connection for ever."""
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_IDLE_S):
+                part = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except ClientDisconnect:
+            raise RequestError("the connection was closed within the request body") from None
+        except TimeoutError:
+            message = f"nothing of the request body came for {BODY_IDLE_S:g} s"
+            raise RequestError(message, status=408, code="body_timeout") from None
+        yield part
 
 
 async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:

@@ -30,6 +30,15 @@ MAX_SALT_CHARACTERS = 4096
 PRIORITY_BOUND = 2**31
 COMPLETION_MAX_TOKENS = 16  # as OpenAI, where a completions request does not say
 
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}},
+    ]
+}
+
 # Sent by real clients; they change nothing in an answer, so that nothing is lost by ignoring them.
 ACCEPTED = frozenset(
     {
@@ -41,7 +50,6 @@ ACCEPTED = frozenset(
         "store",
         "verbosity",
         "cache_control",
-        "parallel_tool_calls",  # only says how tools would be called
     }
 )
 
@@ -99,7 +107,7 @@ class Body(msgspec.Struct, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Any  # str, [str], [int] or [[int]]: see `prompts_of`
+    prompt: Annotated[Any, Meta(extra_json_schema=PROMPT_SCHEMA)]  # see `prompts_of`
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     add_special_tokens: bool = True
@@ -115,6 +123,10 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
+    # Checked by `noria.server.tools`.
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -147,10 +159,10 @@ def _never(value: object) -> bool:
 
 # What Noria does not do (yet), and the values of each field that ask for nothing.
 REFUSED: Mapping[str, Callable[[object], bool]] = {
-    "tools": _only([]),
+    "tools": _only([]),  # chat has them
     "tool_choice": _only("none"),
     "functions": _only([]),
-    "function_call": _only("none"),
+    "function_call": _only("none", "auto"),
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "suffix": _only(""),
     "audio": _never,
@@ -178,6 +190,11 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "lora_path": _never,
     "lora_request": _never,
     "input_embeds": _never,
+}
+# What to send instead of a refused field.
+HINTS: Mapping[str, str] = {
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
 }
 # Names that look like a constraint on the output: ignoring one would return text that breaks it.
 CONSTRAINT = re.compile(
@@ -256,13 +273,11 @@ def _deeper(value: Any, levels: int) -> bool:
 
 def _refuse(name: str, value: object, body: Mapping[str, object]) -> None:
     allowed = REFUSED.get(name)
-    if name == "tools" and body.get("tool_choice") == "none":
-        return
     if name == "best_of":
         _check_best_of(value, body.get("n", 1))
         return
     if (allowed is None and CONSTRAINT.search(name)) or (allowed is not None and not allowed(value)):
-        raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
+        raise RequestError(f"{name} is not supported by this server; {HINTS.get(name, 'leave it out')}", param=name)
 
 
 def _check_best_of(best_of: object, n: object) -> None:

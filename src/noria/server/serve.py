@@ -104,6 +104,7 @@ class Server:
         context = ServerContext(self._engine_config, self._config)
         http = HttpServer(make_app(context), self._listener)
         accepting = asyncio.create_task(http.serve())
+        self._stage("accepting connections")
         try:
             starting = asyncio.create_task(self._start(context, client))
             stopping = asyncio.create_task(self._stop.wait())
@@ -123,6 +124,8 @@ class Server:
             return 0
         finally:
             await http.close(accepting)
+            if context.batches is not None:
+                await context.batches.close()
             client.close()
 
     async def _start(self, context: ServerContext, client: EngineClient) -> None:
@@ -131,24 +134,39 @@ class Server:
 
         from noria.observe.metrics import Metrics
         from noria.server.context import Served
-        from noria.server.loading import start
+        from noria.server.exchange import stamped
+        from noria.server.loading import TextOptions, start
         from noria.weights.hub import cache_directory
 
         disable_created_metrics()  # type: ignore[no-untyped-call]
         cache = cache_directory(self._engine_config.cache_dir)
-        facts, text = await start(client, cache, self._config.chat_template)
+        config = self._config
+        options = TextOptions(
+            chat_template=config.chat_template,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        facts, text = await start(client, cache, options, progress=self._stage)
+        client.stamp = stamped
         names = self._config.served_model_name or (facts.model,)
         context.served = Served(
             client=client,
             facts=facts,
             text=text,
-            metrics=Metrics(names[0], lambda: client.stats),
+            metrics=Metrics(names[0], lambda: client.stats, vllm_names=self._config.vllm_metrics),
             names=names,
             model_defaults=self._config.generation_config == "model",
         )
+        assert context.batches is not None
+        await context.batches.start()
         for line in facts.ledger:
             self._stage(line)
         self._announce(names[0], chat=text.template is not None)
+
+    @property
+    def _guarded(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._config.api_key or self._config.api_key_file)
 
     def _stage(self, text: str) -> None:
         print(f"noria: [{time.monotonic() - self._began:6.2f} s] {text}", file=sys.stderr, flush=True)
@@ -158,7 +176,7 @@ class Server:
         host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
         self._stage(f"{model} is served at {url}")
-        print(example_request(url, model, chat=chat, key=bool(self._config.api_key)), flush=True)
+        print(example_request(url, model, chat=chat, key=self._guarded), flush=True)
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -171,6 +189,8 @@ class Server:
         """New requests are refused; running ones get `shutdown_timeout_s` to finish, then their error."""
         context.draining = True
         assert context.served is not None
+        assert context.batches is not None
+        await context.batches.close()
         if context.open_requests:
             log.info("draining: %d requests open; a second signal ends at once", context.open_requests)
         if not await _until(lambda: context.open_requests == 0, self._config.shutdown_timeout_s):

@@ -5,13 +5,16 @@ A whole response is the same as a stream of one chunk: `merge` joins a choice's 
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from noria.server.answer import Answer, Delta
 from noria.server.dialect import chat_logprobs, completion_logprobs, prompt_logprobs
+from noria.text.events import CallArguments, CallStart, Content, Event, Reasoning
 from noria.text.tokenizer import Tokenizer
-from noria.types import TokenLogprobs
+from noria.types import FinishReason, TokenLogprobs
 
 
 class Shape(ABC):
@@ -80,32 +83,81 @@ class CompletionShape(Shape):
 
 
 class ChatShape(Shape):
-    """/v1/chat/completions. A choice's first chunk carries the role."""
+    """/v1/chat/completions. A choice's first chunk carries the role.
+
+    `named`: the request chose one function by name; its call then is what was asked for, and ends the choice with "stop".
+    """
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
+    def __init__(
+        self, tokenizer: Tokenizer, *, top: int | None, token_ids: bool, prompt_logprobs: bool, named: bool = False
+    ) -> None:
+        super().__init__(tokenizer, top=top, token_ids=token_ids, prompt_logprobs=prompt_logprobs)
+        self._named = named
+
     def chunk(self, index: int, answer: Answer, delta: Delta, *, first: bool) -> dict[str, Any]:
-        content: dict[str, Any] = {"role": "assistant"} if first else {}
-        if delta.text or first:
-            content["content"] = delta.text
-        return {
-            "index": index,
-            "delta": content,
-            "logprobs": self._logprobs(delta),
-            **self._ends(answer, delta, first=first),
-        }
+        shown = message_delta(delta.events)
+        if first:
+            shown = {"role": "assistant", "content": "", **shown}
+        return {"index": index, "delta": shown, "logprobs": self._logprobs(delta), **self._ends(answer, delta, first=first)}
 
     def choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": {"role": "assistant", "content": None, "refusal": None, **whole_message(delta.events)},
             "logprobs": self._logprobs(delta),
             **self._ends(answer, delta, first=True),
         }
+
+    def _ends(self, answer: Answer, delta: Delta, *, first: bool) -> dict[str, Any]:
+        ends = super()._ends(answer, delta, first=first)
+        if delta.finish_reason is FinishReason.STOP and delta.calls and not self._named:
+            ends["finish_reason"] = "tool_calls"
+        return ends
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self._top is None or not delta.tokens:
             return None
         return chat_logprobs(self._tokenizer, delta.logprobs, self._top)
+
+
+def message_delta(events: Sequence[Event]) -> dict[str, Any]:
+    """Events as the `delta` of a chunk: content, reasoning under both of its names, and pieces of tool calls."""
+    delta: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        match event:
+            case Content(text=text):
+                delta["content"] = delta.get("content", "") + text
+            case Reasoning(text=text):
+                delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
+            case CallStart(index=index, name=name):
+                function = {"name": name, "arguments": ""}
+                calls.append({"index": index, "id": new_call_id(), "type": "function", "function": function})
+            case CallArguments(index=index, text=text):
+                if calls and calls[-1]["index"] == index:
+                    calls[-1]["function"]["arguments"] += text
+                else:
+                    calls.append({"index": index, "function": {"arguments": text}})
+    if calls:
+        delta["tool_calls"] = calls
+    return delta
+
+
+def whole_message(events: Sequence[Event]) -> dict[str, Any]:
+    """All events of a choice as the fields of its message. Content is null only beside calls."""
+    message = message_delta(events)
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+    else:
+        message.setdefault("content", "")
+    return message
+
+
+def new_call_id() -> str:
+    """An id by which a result names its call."""
+    return f"call_{secrets.token_hex(12)}"

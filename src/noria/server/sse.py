@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from noria.server.errors import error_object, error_response
 from noria.types import RequestError
 
-KEEPALIVE_S = 3.0  # a comment this often while a stream waits for its first token keeps proxies from cutting it
+KEEPALIVE_S = 3.0  # something this often, while there are no tokens to send, keeps proxies from cutting the connection
 COMMENT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -37,42 +37,57 @@ async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) 
 class EventStream:
     """A streamed answer, as a response for Starlette.
 
-    `chunks` yields what is to be written, ready encoded. Nothing is sent before its first item or the first keep-alive
-    comment, so that an engine's refusal is still an ordinary error response; later errors are an `error` event.
+    `chunks` yields what is to be written, ready encoded. Nothing is sent before its first item or the first keep-alive, so
+    that an engine's refusal is still an ordinary error response; later errors are an `error` event. `keepalive` is sent while
+    there is nothing else, before the first token and between tokens; it must mean nothing to the dialect's clients.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes], *, on_disconnect: Callable[[], None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], *, on_disconnect: Callable[[], None], keepalive: bytes = COMMENT) -> None:
         self._chunks = chunks
         self._on_disconnect = on_disconnect
+        self._keepalive = keepalive
+        self._started = False
+        self._wrote = 0.0
+        self._writing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(watch_disconnect(receive, self._on_disconnect))
+        watchers = (
+            asyncio.create_task(watch_disconnect(receive, self._on_disconnect)),
+            asyncio.create_task(self._keep_alive(send)),
+        )
         try:
             await self._stream(scope, receive, send)
         finally:
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
             await self._chunks.aclose()
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        try:
+            async for chunk in self._chunks:
+                await self._write(send, chunk)
+        except RequestError as error:
+            if not self._started:
+                await error_response(error)(scope, receive, send)
+                return
+            await self._write(send, b"event: error\n" + event(error_object(error)))
+        await self._write(send, DONE, more=False)
 
-        async def write(data: bytes, *, more: bool = True) -> None:
-            nonlocal started
-            if not started:
-                started = True
+    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with self._writing:
+            self._wrote = asyncio.get_running_loop().time()
+            if not self._started:
+                self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        try:
-            first = asyncio.ensure_future(anext(self._chunks))
-            while not (await asyncio.wait((first,), timeout=KEEPALIVE_S))[0]:
-                await write(COMMENT)
-            await write(first.result())
-            async for chunk in self._chunks:
-                await write(chunk)
-        except RequestError as error:
-            if not started:
-                await error_response(error)(scope, receive, send)
-                return
-            await write(b"event: error\n" + event(error_object(error)))
-        await write(DONE, more=False)
+    async def _keep_alive(self, send: Send) -> None:
+        """One timer a stream, not one a chunk: look again when the last write will have been long ago."""
+        clock = asyncio.get_running_loop().time
+        self._wrote = max(self._wrote, clock())
+        while True:
+            quiet = clock() - self._wrote
+            if quiet >= KEEPALIVE_S:
+                await self._write(send, self._keepalive)
+                quiet = 0.0
+            await asyncio.sleep(KEEPALIVE_S - quiet)

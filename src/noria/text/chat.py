@@ -16,9 +16,11 @@ import orjson
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.filters import do_urlencode
 
+from noria.text.call_formats import CallFormat
 from noria.text.marks import ControlTexts, Marks, marks_for, strings_of, unused_characters
 from noria.text.template import compile_template, render, tojson
 from noria.text.tokenizer import Tokenizer
+from noria.text.tool_prompt import plain_history, tool_instructions, with_tool_instructions
 from noria.types import LoadError, RequestError
 
 Message = Mapping[str, Any]
@@ -34,16 +36,24 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 _MAX_REASON = 300  # characters of a template's own error, which may quote a message
 
+# A call's arguments, as an object and as its JSON.
+_PROBE_ARGUMENTS: tuple[Any, Any] = ({"probe_key": "x"}, json.dumps({"probe_key": "x"}))
+
 _marks: ContextVar[Marks | None] = ContextVar("marks", default=None)
 
 
 class ChatTemplate:
-    """A model's chat template, compiled once, and how to speak to it. Thread-safe."""
+    """A model's chat template, compiled once, and how to speak to it. Thread-safe.
+
+    `calls` is the format in which tools and calls are told where the template knows nothing of them.
+    """
 
     def __init__(self, source: str, tokenizer: Tokenizer, *, tool_source: str | None = None) -> None:
         """`tool_source` is the variant for requests with tools, where a model has one. Raises LoadError for bad syntax."""
         self._tokenizer = tokenizer
         self._source = source
+        self._tool_source = tool_source
+        self.calls: CallFormat | None = None
         filters = {"tojson": _tojson, "urlencode": _urlencode}
         try:
             self._template = compile_template(source, filters)
@@ -102,9 +112,16 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         conversation = self._normalised(messages)
+        shown_tools = _checked_tools(tools)
+        if not self._shows_calls:
+            conversation = plain_history(conversation, self.calls)
+        if shown_tools and not self.knows_tools:
+            instructions = tool_instructions(shown_tools, self.calls)
+            conversation = with_tool_instructions(conversation, instructions, system=self._knows_system)
+            shown_tools = None
         variables = {
             "messages": conversation,
-            "tools": _checked_tools(tools),
+            "tools": shown_tools,
             "documents": None,
             **_checked_kwargs(chat_template_kwargs),
         }
@@ -118,9 +135,7 @@ class ChatTemplate:
         marks = marks_for(self._control_texts, strings_of(variables), mark)
         if marks is not None:
             variables = marks.apply(variables)
-        if self._takes_parts:
-            for message in variables["messages"]:
-                message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        variables["messages"] = self._as_parts(variables["messages"])
         text = self._run(variables | {"add_generation_prompt": add_generation_prompt}, marks)
         return (_cut_at(text, end_mark) if continue_final_message else text), marks
 
@@ -142,6 +157,36 @@ class ChatTemplate:
 
     # --- what the template expects -----------------------------------------------------------------------------------------
 
+    @property
+    def sources(self) -> str:
+        """The text of the template, and of its variant for tools."""
+        return self._source if self._tool_source is None else f"{self._source}\n{self._tool_source}"
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template tells the model of tools; one that is made for them does."""
+        if self._tool_source is not None:
+            return True
+        tool = {"type": "function", "function": {"name": "probe_tool", "description": "x", "parameters": {"type": "object"}}}
+        try:
+            return "probe_tool" in self._run(_probe([{"role": "user", "content": "x"}]) | {"tools": [tool]})
+        except RequestError:
+            return False
+
+    @cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the template shows the calls of a history, and their results."""
+        return any("probe_key" in text and "probe_result" in text for text in map(self._calls, _PROBE_ARGUMENTS))
+
+    @cached_property
+    def _knows_system(self) -> bool:
+        """Whether the template shows a system message before the user's."""
+        messages = [{"role": "system", "content": "probe text"}, {"role": "user", "content": "x"}]
+        try:
+            return "probe text" in self._run(_probe(self._as_parts(messages)))
+        except RequestError:
+            return False
+
     @cached_property
     def _knows_developer(self) -> bool:
         return "developer" in self._source
@@ -153,6 +198,12 @@ class ChatTemplate:
         parts = [{"type": "text", "text": needle}]
         return not self._shows(needle, content=needle) and self._shows(needle, content=parts)
 
+    def _as_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with their contents as lists of parts, if the template wants that."""
+        if not self._takes_parts:
+            return messages
+        return [{**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in messages]
+
     @cached_property
     def _takes_object_arguments(self) -> bool:
         """Whether the arguments of a call in the history reach the template as an object, or as a JSON string.
@@ -160,10 +211,9 @@ class ChatTemplate:
         Both are tried. An object that is printed as Python would print it, and a string that is escaped once more, are wrong.
         """
         name = "probe_key"
-        as_object = self._calls({name: "x"})
+        as_object, as_string = map(self._calls, _PROBE_ARGUMENTS)
         if name in as_object and f"'{name}'" not in as_object:
             return True
-        as_string = self._calls(json.dumps({name: "x"}))
         return name not in as_string or f'\\"{name}' in as_string
 
     def _shows(self, needle: str, content: Any) -> bool:
@@ -178,10 +228,10 @@ class ChatTemplate:
         # Mistral's templates want ids of nine letters and digits.
         call = {"id": "probe0001", "type": "function", "function": function}
         user, assistant = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "y"}
+        result = {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "probe_result"}
         tool = {"type": "function", "function": {"name": "probe", "description": "x", "parameters": {"type": "object"}}}
         try:
-            return self._run(_probe([user, assistant, result]) | {"tools": [tool]})
+            return self._run(_probe(self._as_parts([user, assistant, result])) | {"tools": [tool]})
         except RequestError:
             return ""
 

@@ -23,8 +23,16 @@ class Detokenizer:
 
     __slots__ = ("_at_start", "_pending", "_pending_is_prompt", "_table")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
-        self._table = tokenizer.visible_bytes_of if skip_special_tokens else tokenizer.bytes_of
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`shown`: control tokens that are not skipped."""
+        self._table: dict[int, bytes] = tokenizer.visible_bytes_with(shown) if skip_special_tokens else tokenizer.bytes_of
         tail = self._last_bytes(prompt)
         self._at_start = tokenizer.strip_first_space and not tail
         self._pending = tail[_complete(tail) :]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from noria.text.call_formats import PLAIN_JSON, CallFormat, ReasoningFormat, call_format, reasoning_format
 from noria.text.chat import ChatTemplate, Message, encode_chat
 from noria.text.huggingface import read_json, tokenizer_from_folder
 from noria.text.merges_cache import cached_merges
@@ -19,10 +20,15 @@ _TOOL_USE = "tool_use"  # the name under which a model keeps a template for requ
 
 @dataclass(frozen=True)
 class TextModel:
-    """The text half of a model: its tokenizer, and its chat template if it has one."""
+    """The text half of a model: its tokenizer, its chat template if it has one, and how its answers are written.
+
+    `calls` and `reasoning` are the formats of its tool calls and of its reasoning, None where they are left in the text.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
 
     def render(
         self,
@@ -49,11 +55,27 @@ class TextModel:
 
 
 def load_text_model(
-    model: Path | TokenizerSource, *, cache_dir: Path | None = None, chat_template: Path | None = None
+    model: Path | TokenizerSource,
+    *,
+    cache_dir: Path | None = None,
+    chat_template: Path | None = None,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> TextModel:
-    """Tokenizer and chat template of a model. Errors as `load_tokenizer` and `load_chat_template`."""
+    """Tokenizer, chat template and formats of a model. The parsers are names of formats, "auto" for the model's own.
+
+    Errors as `load_tokenizer` and `load_chat_template`; ConfigError for an unknown format.
+    """
     tokenizer = load_tokenizer(model, cache_dir)
-    return TextModel(tokenizer, load_chat_template(model, tokenizer, chat_template))
+    template = load_chat_template(model, tokenizer, chat_template)
+    source = "" if template is None else template.sources
+    calls = call_format(tool_call_parser, source)
+    reasoning = reasoning_format(reasoning_parser, source, tokenizer)
+    if template is not None:
+        if tool_call_parser == "auto" and not template.knows_tools:
+            calls = PLAIN_JSON
+        template.calls = calls
+    return TextModel(tokenizer, template, calls, reasoning)
 
 
 def load_tokenizer(model: Path | TokenizerSource, cache_dir: Path | None = None) -> Tokenizer:

@@ -37,7 +37,8 @@ class ChoiceText:
 
     `prompt` are the ids that the choice continues. With `echo`, offsets count its text, which the caller sends before the
     first delta. A stop token's text is left out, unless `include_stop`. Stop strings are looked for in the text after the
-    first `min_tokens` tokens. With `offsets`, each delta says where its tokens begin.
+    first `min_tokens` tokens. Of skipped control tokens, those `shown` are text all the same. With `offsets`, each delta says
+    where its tokens begin.
 
         text      sent so far      held back: may begin a stop string      not complete characters
         tokens    released         held: their text is not sent            released with the text before them
@@ -52,12 +53,13 @@ class ChoiceText:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         prompt: Sequence[int] = (),
         echo: Echo | None = None,
         offsets: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, prompt=prompt)
         self._matcher = StopMatcher(stops, include_stop) if stops else None
         self._include_stop = include_stop
         self._unchecked = min_tokens

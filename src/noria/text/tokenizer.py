@@ -92,6 +92,7 @@ class Tokenizer:
 
         self.bytes_of = _Table(self._bytes_of)
         self.visible_bytes_of = _Table(lambda token: b"" if token in self.control_ids else self.bytes_of[token])
+        self._with_shown: dict[frozenset[int], _Table] = {}
         self._longest_token = 0
 
     @property
@@ -213,6 +214,19 @@ class Tokenizer:
         if self.strip_first_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
+
+    def shown_in(self, texts: str) -> frozenset[int]:
+        """The control tokens whose names occur in `texts`."""
+        return frozenset(token for name, token in self._control.items() if name in texts)
+
+    def visible_bytes_with(self, shown: frozenset[int]) -> dict[int, bytes]:
+        """As `visible_bytes_of`, but the control tokens `shown` have their names. One table for each set, kept."""
+        if not shown:
+            return self.visible_bytes_of
+        if shown not in self._with_shown:
+            hidden = self.control_ids - shown
+            self._with_shown[shown] = _Table(lambda token: b"" if token in hidden else self.bytes_of[token])
+        return self._with_shown[shown]
 
     def token_bytes(self, token: int) -> bytes:
         """Exactly the bytes that a token stands for, which may be part of a character; of control tokens, their names."""

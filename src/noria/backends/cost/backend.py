@@ -183,7 +183,7 @@ def _keys_visited(inputs: StepInputs, window: int) -> tuple[int, int]:
 
 def _token_kv_bytes(kv: KVCacheSpec) -> int:
     """Bytes of one token's K and V in one layer."""
-    return 2 * kv.num_kv_heads * kv.head_dim * (2 if kv.dtype == "bf16" else 4)
+    return 2 * kv.num_kv_heads * kv.token_bytes
 
 
 class CostOps:

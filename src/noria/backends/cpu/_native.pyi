@@ -146,3 +146,8 @@ def probe_pool(
 
 def map(tier: str, function: str, x: int, y: int, count: int) -> None: ...
 def noise(tier: str, seed: int, position: int, stream: int, noise: int, count: int) -> None: ...
+def peak(pool: Pool, tier: str, unit: str, rounds: int) -> tuple[int, float]:
+    """(operations, seconds) of dot products from registers; unit u8s8, bf16 or f32."""
+
+def read(pool: Pool, tier: str, data: int, bytes: int, repeats: int) -> float:
+    """Seconds of reading `bytes`, a multiple of 256 KiB, at an address `repeats` times."""

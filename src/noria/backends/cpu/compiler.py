@@ -335,7 +335,7 @@ class Compiler:
             "group": a.group,
             "kv_heads": a.num_kv_heads,
             "dim": a.head_dim,
-            "f32": spec.dtype == "f32",
+            "type": spec.dtype,
         }
 
 

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from noria.backends.base import BLOCK_SIZE, KVCacheSpec
 from noria.backends.cpu.memory import anonymous
 
-Elements = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-
+Bytes = npt.NDArray[np.uint8]
 
 SHELF_BLOCKS = 16
+ELEMENT_BYTES = {"bf16": 2, "f32": 4, "int8": 1}
+KEY_SIGN = 0x80  # keys of an int8 cache are kept with 128 added
 
 
 def cache_bytes(spec: KVCacheSpec) -> int:
@@ -27,64 +28,52 @@ class KVCache:
     def __init__(self, spec: KVCacheSpec) -> None:
         self.spec = spec
         self.memory = anonymous(cache_bytes(spec))
-        element = np.dtype(np.uint16 if spec.dtype == "bf16" else np.uint32)
-        slots, size = len(spec.groups[0].layers), BLOCK_SIZE * spec.head_dim
-        shelves = self.memory.view(element).reshape(-1, slots, spec.num_kv_heads, 2, SHELF_BLOCKS, size)
-        self._shelves: Elements = shelves.transpose(0, 4, 1, 3, 2, 5)  # [shelf][block][slot][k|v][kv head][elements]
+        slots = len(spec.groups[0].layers)
+        shelves = self.memory.reshape(-1, slots, spec.num_kv_heads, 2, SHELF_BLOCKS, spec.head_bytes)
+        self._shelves = shelves.transpose(0, 4, 1, 3, 2, 5)  # [shelf][block][slot][k|v][kv head][bytes]
 
     def copy(self, source: int, destination: int) -> None:
         self._block(destination)[:] = self._block(source)
 
-    def read(self, block: int) -> npt.NDArray[np.uint8]:
-        inside = self._block(block)
-        outside = np.empty((*inside.shape[:3], BLOCK_SIZE, self.spec.head_dim), inside.dtype)
-        outside[:, 0] = _keys_outside(inside[:, 0], self.spec.head_dim)
-        outside[:, 1] = _values_outside(inside[:, 1], self.spec.head_dim)
-        return outside.reshape(-1).view(np.uint8)
+    def read(self, block: int) -> Bytes:
+        return self._converted(self._block(block), outward=True).reshape(-1)
 
-    def write(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+    def write(self, block: int, data: Bytes) -> None:
         if data.dtype != np.uint8 or data.size != self.spec.block_bytes:
             raise ValueError(f"a block is {self.spec.block_bytes} bytes of uint8, not {data.size} of {data.dtype}")
         inside = self._block(block)
-        outside = np.ascontiguousarray(data).reshape(-1).view(inside.dtype)
-        outside = outside.reshape(*inside.shape[:3], BLOCK_SIZE, self.spec.head_dim)
-        inside[:, 0] = _keys_inside(outside[:, 0])
-        inside[:, 1] = _values_inside(outside[:, 1])
+        inside[:] = self._converted(np.ascontiguousarray(data).reshape(inside.shape), outward=False)
 
-    def _block(self, block: int) -> Elements:
-        """[layer slot][k|v][kv head][elements of one head], a view"""
+    def _converted(self, block: Bytes, *, outward: bool) -> Bytes:
+        """[layer slot][k|v][kv head][bytes] with the elements in the other order; scales, where there are any, stay."""
+        element = ELEMENT_BYTES[self.spec.dtype]
+        values = BLOCK_SIZE * self.spec.head_dim * element
+        lane = 4 // element  # elements of a 32-bit lane: dims of a key
+        keys_of_lane = 2 if self.spec.dtype == "int8" else lane  # of a value
+        result = block.copy()
+        keys, places = result[:, 0, :, :values], result[:, 1, :, :values]
+        if self.spec.dtype == "int8":
+            keys ^= KEY_SIGN
+        #         inside                                  outside
+        # keys    [dim / lane][16 keys][lane]             [16 keys][dim / lane][lane]
+        # values  [16 / keys_of_lane][dim][keys_of_lane]  [16 / keys_of_lane][keys_of_lane][dim]
+        lanes, dim = self.spec.head_dim // lane, self.spec.head_dim
+        for_keys = (lanes, BLOCK_SIZE) if outward else (BLOCK_SIZE, lanes)
+        for_values = (dim, keys_of_lane) if outward else (keys_of_lane, dim)
+        keys[:] = _swapped(keys, *for_keys, lane * element)
+        pairs = places.reshape(*places.shape[:-1], BLOCK_SIZE // keys_of_lane, -1)
+        places[:] = _swapped(pairs, *for_values, element).reshape(places.shape)
+        return result
+
+    def _block(self, block: int) -> Bytes:
+        """[layer slot][k|v][kv head][bytes of one head], a view"""
         if not 0 <= block < self.spec.num_blocks:
             raise ValueError(f"block {block} is not one of the cache's {self.spec.num_blocks}")
-        view: Elements = self._shelves[block // SHELF_BLOCKS, block % SHELF_BLOCKS]
+        view: Bytes = self._shelves[block // SHELF_BLOCKS, block % SHELF_BLOCKS]
         return view
 
 
-def _keys_outside(inside: Elements, dim: int) -> Elements:
-    """[..., dim / width][16 keys][width] -> [..., 16, dim]"""
-    width = _width(inside)
-    pairs = inside.reshape(*inside.shape[:-1], dim // width, BLOCK_SIZE, width)
-    return np.swapaxes(pairs, -3, -2).reshape(*inside.shape[:-1], BLOCK_SIZE, dim)
-
-
-def _keys_inside(outside: Elements) -> Elements:
-    width, dim = _width(outside), outside.shape[-1]
-    pairs = outside.reshape(*outside.shape[:-1], dim // width, width)
-    return np.swapaxes(pairs, -3, -2).reshape(*outside.shape[:-2], -1)
-
-
-def _values_outside(inside: Elements, dim: int) -> Elements:
-    """[..., 16 / width key pairs][dim][width] -> [..., 16, dim]"""
-    width = _width(inside)
-    pairs = inside.reshape(*inside.shape[:-1], BLOCK_SIZE // width, dim, width)
-    return np.swapaxes(pairs, -2, -1).reshape(*inside.shape[:-1], BLOCK_SIZE, dim)
-
-
-def _values_inside(outside: Elements) -> Elements:
-    width, dim = _width(outside), outside.shape[-1]
-    pairs = outside.reshape(*outside.shape[:-2], BLOCK_SIZE // width, width, dim)
-    return np.swapaxes(pairs, -2, -1).reshape(*outside.shape[:-2], -1)
-
-
-def _width(elements: Elements) -> int:
-    """Elements in a 32-bit lane."""
-    return 4 // elements.dtype.itemsize
+def _swapped(data: Bytes, rows: int, columns: int, item: int) -> Bytes:
+    """[..., rows, columns] of items of so many bytes -> [..., columns, rows]; the last axis is flat before and after."""
+    swapped: Bytes = np.swapaxes(data.reshape(*data.shape[:-1], rows, columns, item), -3, -2).reshape(data.shape)
+    return swapped

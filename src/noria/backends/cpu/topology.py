@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -65,3 +66,12 @@ def _quota_of(folder: Path) -> float:
     if quota in ("max", "-1"):
         return float("inf")
     return int(quota) / int(period)
+
+
+def cpu_name() -> str:
+    """The processor's model, as the system calls it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from noria.backends.base import BLOCK_SIZE, AttentionSpec, Drawn, Handle, KVCacheSpec, Ops, StepInputs
 from noria.backends.torch import sampler
+from noria.backends.torch.kv import KVCache
 from noria.weights.formats import LinearWeight, VectorWeight
 from noria.weights.pack import unpack
 
@@ -30,7 +31,7 @@ class TorchBackend:
     def __init__(self, *, threads: int = 0) -> None:
         if threads:
             torch.set_num_threads(threads)
-        self._cache = torch.empty(0)
+        self._cache = KVCache()
 
     def build(
         self,
@@ -43,28 +44,27 @@ class TorchBackend:
         vocab_size: int,
     ) -> TorchExecutable:
         """Allocate the cache. `max_tokens` and `max_rows` bound nothing here: every step allocates what it needs."""
-        shape = (kv.num_blocks, len(kv.groups[0].layers), 2, kv.num_kv_heads, BLOCK_SIZE, kv.head_dim)
-        self._cache = torch.zeros(shape, dtype=torch.bfloat16 if kv.dtype == "bf16" else torch.float32)
+        self._cache = KVCache(kv)
         return TorchExecutable(forward, self._cache, ropes)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
-            self._cache[destination] = self._cache[source]
+            self._cache.copy(source, destination)
 
     def read_block(self, block: int) -> npt.NDArray[np.uint8]:
-        return self._cache[block].contiguous().view(torch.uint8).reshape(-1).numpy().copy()
+        return self._cache.read(block)
 
     def write_block(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        self._cache[block].view(torch.uint8).reshape(-1)[:] = torch.from_numpy(data)
+        self._cache.write(block, data)
 
     def close(self) -> None:
-        self._cache = torch.empty(0)
+        self._cache = KVCache()
 
 
 class TorchExecutable:
     """Runs the forward pass anew each step."""
 
-    def __init__(self, forward: Callable[[Ops], Handle], cache: Tensor, ropes: Sequence[Rope]) -> None:
+    def __init__(self, forward: Callable[[Ops], Handle], cache: KVCache, ropes: Sequence[Rope]) -> None:
         self._forward = forward
         self._cache = cache
         self._ropes = [(torch.from_numpy(cos), torch.from_numpy(sin)) for cos, sin in ropes]
@@ -95,7 +95,7 @@ class TorchOps:
     """The ops of one step. A handle is the activation itself."""
 
     def __init__(
-        self, inputs: StepInputs, cache: Tensor, ropes: list[tuple[Tensor, Tensor]], weights: dict[str, Tensor]
+        self, inputs: StepInputs, cache: KVCache, ropes: list[tuple[Tensor, Tensor]], weights: dict[str, Tensor]
     ) -> None:
         self._inputs = inputs
         self._cache = cache
@@ -139,7 +139,7 @@ class TorchOps:
         q, k, v = _heads(_tensor(qkv), attention)
         blocks, offsets = self._slots[attention.group]
         for which, values in enumerate((k, v)):
-            self._cache[blocks, attention.slot, which, :, offsets] = values.to(self._cache.dtype)
+            self._cache.put(blocks, attention.slot, which, offsets, values)
         out = torch.empty_like(q)
         bounds = self._inputs.row_offsets
         for row, (first, last) in enumerate(pairwise(bounds)):
@@ -156,7 +156,7 @@ class TorchOps:
         positions = np.arange(first, end)
         table = inputs.block_tables[attention.group][inputs.row_slots[row]]
         blocks = torch.from_numpy(table[positions // BLOCK_SIZE].astype(np.int64))
-        cached = self._cache[blocks, attention.slot, :, :, torch.from_numpy(positions % BLOCK_SIZE)].float()
+        cached = self._cache.get(blocks, attention.slot, torch.from_numpy(positions % BLOCK_SIZE))
         shared = attention.num_heads // attention.num_kv_heads
         k, v = cached.repeat_interleave(shared, dim=2).unbind(1)  # [keys, heads, dim] each
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scale

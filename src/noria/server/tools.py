@@ -1,0 +1,183 @@
+"""The tool fields of a chat request: checked, and what follows from them for the prompt, the grammar and the parser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from noria.text.call_formats import PLAIN_JSON
+from noria.text.call_grammar import CallGrammar, Function, writable
+from noria.text.loader import TextModel
+from noria.text.parsing import ParsePlan
+from noria.types import RequestError, StructuredOutput
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which functions a request offers, and which of them may or must be called.
+
+    `named`: the choice was one function by name. `offered` are the tools as templates read them, `callable` those that may be
+    called: all, but for an `allowed_tools` or a named choice.
+    """
+
+    mode: Literal["none", "auto", "required"] = "none"
+    named: bool = False
+    parallel: bool = True
+    offered: tuple[dict[str, Any], ...] = ()
+    callable: tuple[Function, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether the model may call something."""
+        return self.mode != "none" and bool(self.callable)
+
+    @property
+    def shown(self) -> tuple[dict[str, Any], ...] | None:
+        """The tools that the prompt tells of: those that must not be called need not be known."""
+        return self.offered if self.active else None
+
+
+def tool_use(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, parallel: bool = True) -> ToolUse:
+    """The tool fields of a chat body, checked. Raises RequestError that names the field."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools may hold at most {MAX_TOOLS} tools, not {len(tools)}", param="tools")
+    functions: dict[str, Function] = {}
+    offered = []
+    for i, tool in enumerate(tools):
+        function, shown = _function(tool, f"tools[{i}]")
+        if function.name in functions:
+            raise RequestError(f"tools[{i}].function.name: there are two tools of the name {function.name}", param="tools")
+        functions[function.name] = function
+        offered.append(shown)
+    mode, names = _choice(choice, functions)
+    return ToolUse(
+        mode=mode,
+        named=isinstance(choice, Mapping) and choice.get("type") == "function",
+        parallel=parallel,
+        offered=tuple(offered),
+        callable=tuple(functions[name] for name in names),
+    )
+
+
+def _function(tool: Mapping[str, Any], where: str) -> tuple[Function, dict[str, Any]]:
+    """A tool as (what may be called, what templates read)."""
+    if tool.get("type") != "function":
+        raise RequestError(f"{where}.type must be 'function': other tools are not known here", param="tools")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function must be an object", param="tools")
+    name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
+    strict = function.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(f"{where}.function.name must be 1 to 64 letters, digits, _ or -", param="tools")
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"{where}.function.description must be a string", param="tools")
+    if parameters is not None and not (isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"):
+        raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", param="tools")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"{where}.function.strict must be true or false", param="tools")
+    shown: dict[str, Any] = {"name": name}
+    if description is not None:
+        shown["description"] = description
+    shown["parameters"] = dict(parameters or {"type": "object", "properties": {}})
+    return Function(name, parameters or None, bool(strict)), {"type": "function", "function": shown}
+
+
+def _choice(
+    choice: str | Mapping[str, Any] | None, functions: Mapping[str, Function]
+) -> tuple[Literal["none", "auto", "required"], Sequence[str]]:
+    """(mode, names that may be called) of tool_choice."""
+    if isinstance(choice, Mapping):
+        return _object_choice(choice, functions)
+    if choice is not None and choice not in ("none", "auto", "required"):
+        raise RequestError(
+            "tool_choice must be none, auto, required, or an object that names a function or allowed_tools", param="tool_choice"
+        )
+    if choice == "required" and not functions:
+        raise RequestError("tool_choice required needs tools", param="tool_choice")
+    mode: Literal["none", "auto", "required"] = "required" if choice == "required" else "auto"
+    return ("none" if choice == "none" or not functions else mode), list(functions)
+
+
+def _object_choice(
+    choice: Mapping[str, Any], functions: Mapping[str, Function]
+) -> tuple[Literal["auto", "required"], Sequence[str]]:
+    if choice.get("type") == "function":
+        return "required", [_known(choice, functions, "tool_choice")]
+    if choice.get("type") != "allowed_tools":
+        raise RequestError("tool_choice.type must be function or allowed_tools", param="tool_choice")
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise RequestError("tool_choice.allowed_tools needs a mode, auto or required, and a list of tools", param="tool_choice")
+    names = [_known(tool, functions, f"tool_choice.allowed_tools.tools[{i}]") for i, tool in enumerate(listed)]
+    return ("required" if mode == "required" else "auto"), list(dict.fromkeys(names))
+
+
+def _known(tool: Any, functions: Mapping[str, Function], where: str) -> str:
+    """The name in {"type": "function", "function": {"name": ...}}, which must be one of the request's tools."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(f"{where}.function.name is required", param="tool_choice")
+    if name not in functions:
+        raise RequestError(f"{where} names a function that is not among the tools", param="tool_choice")
+    return name
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """How the answers of a request are parsed, and the grammar that they are bound to, if to one."""
+
+    parse: ParsePlan | None = None
+    grammar: StructuredOutput | None = None
+
+
+def call_plan(text: TextModel, use: ToolUse, *, opened: bool) -> CallPlan:
+    """The plan for a request to a model; `opened`: the prompt ends inside reasoning.
+
+    Required and named choices are bound to a grammar. Under auto, a grammar takes care of the calls if one of the functions is
+    strict. Formats whose arguments are not JSON give way to plain JSON where a call is required, and are not bound under auto.
+    """
+    calls = text.calls if use.active else None
+    if use.mode == "required" and (calls is None or not writable(calls)):
+        calls = PLAIN_JSON
+    if calls is None:  # nothing to call, or the operator wants calls as text
+        return CallPlan(None if text.reasoning is None else ParsePlan(text.reasoning, opened=opened))
+    bound = use.mode == "required" or (writable(calls) and any(function.strict for function in use.callable))
+    if bound and calls.bare:
+        calls = msgspec.structs.replace(calls, starts=(), ignored=())  # the grammar knows the bare form only
+    parallel = use.parallel and not use.named
+    parse = ParsePlan(
+        text.reasoning,
+        calls,
+        {function.name: function.parameters or {} for function in use.callable},
+        known_only=len(use.callable) < len(use.offered),
+        most_calls=None if parallel else 1,
+        opened=opened,
+        streams=bound,
+    )
+    if not bound:
+        return CallPlan(parse)
+    grammar = CallGrammar(text.tokenizer, calls, use.callable, parallel=parallel, reasoning=text.reasoning, opened=opened)
+    written = grammar.required() if use.mode == "required" else grammar.free()
+    return CallPlan(parse, StructuredOutput(kind="grammar", value=written))
+
+
+_TAIL = 48  # tokens: enough for the longest mark that opens reasoning, and white space
+
+
+def reasoning_is_open(text: TextModel, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends with the mark that opens reasoning: some templates write it for the model."""
+    if text.reasoning is None:
+        return False
+    end = text.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+    return end.endswith(text.reasoning.start.rstrip())
