@@ -1,7 +1,7 @@
 // One draw: a row of logits to a token and its log probabilities, as noria.backends.base.Draws documents it.
 //
 //   logits --- raw: log sum exp, most likely tokens --------------------------------------------► logprob, top tokens
-//      `-- copy: penalties, bias, bans --► (x - max) / temperature --► top_k, top_p, min_p --► arg max of value + noise ► token
+//      `-- copy: penalties, bias, bans, mask --► (x - max) / temperature --► top_k, top_p, min_p --► arg max of value + noise ► token
 //
 // No sort of the vocabulary: the k best are collected behind a rising threshold, the nucleus is found by a weighted quick select
 // among the tokens that are likely enough to be in it, and noise is made only where it can still win.
@@ -258,14 +258,15 @@ class Draw {
     return candidates < 0 ? noisiest_of_all(key, top.token) : noisiest_candidate(key, candidates);
   }
 
-  // A copy of the row with penalties, bias and bans in s_.row; false if there are none.
+  // A copy of the row with penalties, bias, bans and mask in s_.row; false if there are none.
   bool adjust() {
     const int64_t h = draws_.history_offsets[d_], h_end = draws_.history_offsets[d_ + 1];
     const int64_t b = draws_.bias_offsets[d_], b_end = draws_.bias_offsets[d_ + 1];
     const int64_t n = draws_.ban_offsets[d_], n_end = draws_.ban_offsets[d_ + 1];
     const float repetition = draws_.repetition[d_], presence = draws_.presence[d_], frequency = draws_.frequency[d_];
     const bool penalties = h < h_end && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
-    if (!penalties && b == b_end && n == n_end) return false;
+    const bool masked = draws_.mask != nullptr && draws_.mask[d_] >= 0;
+    if (!penalties && b == b_end && n == n_end && !masked) return false;
     std::memcpy(s_.row, logits_, static_cast<size_t>(vocab_) * sizeof(float));
     for (int64_t i = h; penalties && i < h_end; ++i) {
       float& x = s_.row[draws_.history_tokens[i]];
@@ -276,7 +277,18 @@ class Draw {
     }
     for (int64_t i = b; i < b_end; ++i) s_.row[draws_.bias_tokens[i]] += draws_.bias_values[i];
     for (int64_t i = n; i < n_end; ++i) s_.row[draws_.ban_tokens[i]] = -kInfinity;
+    if (masked) apply_mask(draws_.masks + draws_.mask[d_] * draws_.mask_words);
     return true;
+  }
+
+  // Tokens whose bit is 0 cannot be drawn. Most words of a mask are all zeros or all ones.
+  void apply_mask(const uint32_t* mask) {
+    for (int64_t at = 0; at < vocab_; at += 32) {
+      const uint32_t word = mask[at / 32];
+      if (word == UINT32_MAX) continue;
+      const int64_t size = vocab_ - at < 32 ? vocab_ - at : 32;
+      for (int64_t i = 0; i < size; ++i) s_.row[at + i] = (word >> i & 1) != 0 ? s_.row[at + i] : -kInfinity;
+    }
   }
 
   // The candidates that top_k, top_p and min_p leave of s_.row (scaled: the largest is 0); -1 if there is no filter.

@@ -33,6 +33,11 @@ struct DrawsView {
   const float* bias_values;
   const int64_t* ban_offsets;
   const int32_t* ban_tokens;
+  const int32_t* mask;    // [count] a row of `masks`, -1: none; null: no draw has one
+  const uint32_t* masks;  // [mask_count, mask_words] bit `token % 32` of word `token / 32`: the token may be drawn
+  int64_t mask_count;
+  int64_t mask_words;
+  const int32_t* masks_ready;  // another thread stores 1 when `masks` is filled, which may be after the step has begun
 };
 
 struct DrawnView {

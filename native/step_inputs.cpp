@@ -106,6 +106,19 @@ void StepArrays::read_draws(nb::handle draws) {
   };
   if (!covers(d.history_offsets, history) || !covers(d.bias_offsets, biases) || !covers(d.ban_offsets, bans))
     throw nb::type_error("the offsets of a draws list do not ascend inside the list");
+  if (const nb::object masks = nb::getattr(draws, "masks"); !masks.is_none()) read_masks(masks);
+}
+
+void StepArrays::read_masks(nb::handle masks) {
+  DrawsView& d = view.draws;
+  int64_t words = kAnyLength;
+  d.mask = array<int32_t>(masks, "index", d.count);
+  d.masks = static_cast<const uint32_t*>(acquire<uint32_t>(nb::getattr(masks, "words"), "words", words, false));
+  const Py_buffer& buffer = held_.back();
+  if (buffer.ndim != 2) throw nb::type_error("words is not [masks, words of a mask]");
+  d.mask_count = buffer.shape[0];
+  d.mask_words = buffer.shape[1];
+  d.masks_ready = array<int32_t>(masks, "ready", 1);
 }
 
 void StepArrays::read_drawn(nb::handle drawn) {

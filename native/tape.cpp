@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace noria {
@@ -10,6 +11,8 @@ namespace noria {
 namespace {
 
 constexpr int64_t kTilesPerThread = 4;
+constexpr int kMaskSpins = 2000;  // some ten microseconds
+constexpr auto kMaskNap = std::chrono::microseconds(20);
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("step inputs: " + message); }
 
@@ -152,7 +155,9 @@ void Tape::check_draws(const StepView& step) const {
     if (d.target[i] >= limits_.vocab) refuse("a draw's target is outside the vocabulary");
     if (d.num_top[i] > step.drawn.width) refuse("a draw wants more top tokens than the result has room for");
     if (!(d.temperature[i] >= 0.0f)) refuse("a draw's temperature is negative or not a number");
+    if (d.mask != nullptr && (d.mask[i] < -1 || d.mask[i] >= d.mask_count)) refuse("a draw names a mask that the step has not");
   }
+  if (d.mask != nullptr && d.mask_words != ceil_divide(limits_.vocab, 32)) refuse("a mask has another length than the vocabulary");
   check_list(d.history_offsets, d.history_tokens);
   check_list(d.bias_offsets, d.bias_tokens);
   check_list(d.ban_offsets, d.ban_tokens);
@@ -240,6 +245,14 @@ void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile) const {
   kernels_.linear_tile(moved, tile);
 }
 
+// Until the thread that fills the masks has stored that it is done. It works beside the forward pass and is nearly always first.
+void Tape::await_masks() const {
+  const auto ready = [flag = step_.draws.masks_ready] { return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0; };
+  for (int spins = 0; spins < kMaskSpins; ++spins)
+    if (ready()) return;
+  while (!ready()) std::this_thread::sleep_for(kMaskNap);
+}
+
 // All draws of one row of logits.
 void Tape::run_draws(uint32_t pass, uint32_t tile, void* scratch) const {
   const int64_t row = pass * chunk_rows_ + tile;
@@ -248,8 +261,11 @@ void Tape::run_draws(uint32_t pass, uint32_t tile, void* scratch) const {
     std::copy(logits, logits + limits_.vocab, all_logits_ + row * limits_.vocab);
     return;
   }
-  for (int32_t i = row_draws_[static_cast<size_t>(row)]; i < row_draws_[static_cast<size_t>(row) + 1]; ++i)
-    kernels_.draw_tile(logits, limits_.vocab, step_, draw_order_[static_cast<size_t>(i)], scratch);
+  for (int32_t i = row_draws_[static_cast<size_t>(row)]; i < row_draws_[static_cast<size_t>(row) + 1]; ++i) {
+    const int32_t draw = draw_order_[static_cast<size_t>(i)];
+    if (step_.draws.mask != nullptr && step_.draws.mask[draw] >= 0) await_masks();
+    kernels_.draw_tile(logits, limits_.vocab, step_, draw, scratch);
+  }
 }
 
 void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"types"},
     "kv": {"types", "models.spec", "core.plan"},
     "core": {"types", "config", "kv", "models.spec"},
-    "text": {"types"},
+    "text": {"types", "core.constraint"},
     "weights": {"types", "config"},
     "models": {"types", "weights", "backends.base"},
     "backends": {"types", "config", "models.spec", "weights"},

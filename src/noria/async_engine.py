@@ -17,10 +17,12 @@ from noria.observe.metrics import Metrics
 from noria.server.answer import Answer, Delta, engine_request
 from noria.server.client import EngineClient
 from noria.server.generation import Generation
+from noria.server.judge import Judge
 from noria.server.launch import ENGINE_FACTORY, EngineProcess
 from noria.server.loading import TextOptions, start
 from noria.server.validate import check_params, check_token
 from noria.text.chat import encode_chat
+from noria.text.grammar import vocabulary_of
 from noria.types import EngineStats, SamplingParams
 from noria.weights.hub import cache_directory
 
@@ -52,6 +54,8 @@ class AsyncEngine:
             raise
         self._metrics = Metrics(self._facts.model, lambda: self._client.stats)
         self._eos_ids = tuple(dict.fromkeys((*self._facts.eos_ids, *self._text.tokenizer.eos_ids)))
+        size, ends = self._facts.vocab_size, self._eos_ids
+        self._client.judge = Judge(lambda: vocabulary_of(self._text.tokenizer, size, ends))
         return self
 
     async def __aexit__(
@@ -102,7 +106,7 @@ class AsyncEngine:
     async def _run(
         self, ids: Sequence[int], params: SamplingParams, text: str | None, priority: int, cache_salt: str
     ) -> AsyncGenerator[RequestOutput]:
-        check_params(params, self._facts.vocab_size)
+        check_params(params, self._facts.vocab_size, control_ids=self._text.tokenizer.control_ids)
         self._next_id += 1
         request = engine_request(
             self._next_id,

@@ -25,9 +25,12 @@ from noria.config import EngineConfig
 from noria.server.answer import Answer, Delta, engine_request, merge
 from noria.server.beams import BeamSearch, check_beams
 from noria.server.embedder import EMBED, Pooling, check_length, unit_vector
+from noria.server.judge import Judge
 from noria.server.loading import TextOptions, load_text
 from noria.server.validate import check_params, check_token
 from noria.text.chat import encode_chat
+from noria.text.constraint import GrammarConstraints
+from noria.text.grammar import vocabulary_of
 from noria.text.tokenizer import Tokenizer
 from noria.types import ConfigError, EngineRequest, NoriaError, RequestError, SamplingParams, TokenLogprobs
 from noria.weights.hub import cache_directory
@@ -114,6 +117,7 @@ class LLM:
         self._hidden_size = built.spec.hidden_size
         self._eos_ids = tuple(dict.fromkeys((*built.eos_ids, *text.tokenizer.eos_ids)))
         self._engine = built.engine
+        self._judge = Judge(lambda: vocabulary_of(self.tokenizer, self._vocab_size, self._eos_ids))
         self._most_open = AHEAD * config.max_num_seqs
         self._next_id = 0
 
@@ -231,6 +235,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model's memory and stop its threads."""
+        self._judge.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -248,7 +253,11 @@ class LLM:
         return tuple(prompt)
 
     def _answer(self, ids: tuple[int, ...], params: SamplingParams, text: str | None) -> Answer:
-        check_params(params, self._vocab_size)
+        check_params(params, self._vocab_size, control_ids=self.tokenizer.control_ids)
+        if params.structured_output is not None:
+            self._judge.check(params.structured_output)
+        if self._engine.constraints is None and (params.structured_output is not None or params.allowed_token_ids):
+            self._engine.constraints = GrammarConstraints(self._judge.vocabulary)
         self._next_id += 1
         request = engine_request(
             self._next_id,

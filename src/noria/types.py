@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: those of these tokens are told, not of the most likely ones
     structured_output: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): everything may be
 
     @property
     def greedy(self) -> bool:
@@ -118,6 +119,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # whose share it is taken from under the fair policy
     background: bool = False  # served when no other request waits, the first to be preempted, and may wait for ever
     arrival: float = 0.0  # time.monotonic() of the shell that received it
+    grammar_s: float = 0.0  # seconds since then that the shell waited for the verdict on the request's grammar
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
     pooling: Literal["mean", "last"] | None = None  # embed the prompt; needs max_tokens 0
 

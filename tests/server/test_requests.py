@@ -97,16 +97,15 @@ def test_values_at_the_edges_are_accepted(make: Any, name: str, value: Any) -> N
 
 
 REFUSED: list[tuple[str, Any]] = [
-    *[(name, {"a": 1}) for name in ("guided_json", "structured_outputs", "json_schema", "grammar", "guided_anything_new")],
-    *[(name, "x") for name in ("guided_regex", "regex", "structural_tag", "ebnf", "chat_template", "suffix", "lora_path")],
-    *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, "text", {})],
+    *[(name, {"a": 1}) for name in ("structured_outputs", "grammar", "guided_anything_new")],
+    *[(name, "x") for name in ("structural_tag", "ebnf", "chat_template", "suffix", "lora_path")],
+    *[("response_format", value) for value in ({"type": "json_schema"}, "text", {})],
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
     ("prediction", {"type": "content"}),
     ("logits_processors", ["x"]),
     ("bad_words", ["x"]),
-    ("allowed_token_ids", [1]),
     ("service_tier", "flex"),
     ("kv_transfer_params", {"remote_host": "127.0.0.1"}),
     ("kv_transfer_params", "x"),
@@ -134,6 +133,25 @@ def test_what_would_silently_not_happen_is_refused(make: Any, name: str, value: 
         make(**{name: value})
     assert told.value.param == name
     assert told.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tools", [{"type": "function"}]), *[("tool_choice", value) for value in ("auto", "required", {})]]
+)
+def test_tools_belong_to_chat(name: str, value: Any) -> None:
+    """Red if a completions request that asks for tool calls is answered without any."""
+    with pytest.raises(RequestError) as told:
+        completion(**{name: value})
+    assert told.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"), [("functions", [{"name": "f"}], "tools"), ("function_call", {}, "tool_choice")]
+)
+def test_the_older_names_of_tools_are_refused_with_the_newer_ones(name: str, value: Any, hint: str) -> None:
+    """Red if a client of the older interface is not told what to change."""
+    with pytest.raises(RequestError, match=f"send {hint} instead"):
+        chat(**{name: value})
 
 
 ASKS_NOTHING: list[tuple[str, Any]] = [

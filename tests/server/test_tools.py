@@ -14,7 +14,7 @@ from noria.server.shapes import ChatShape
 from noria.server.tools import ToolUse, call_plan, reasoning_is_open, tool_use
 from noria.text.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from noria.text.loader import TextModel, load_text_model
-from noria.types import EngineRequest, FinishReason, RequestError, SamplingParams, SequenceOutput
+from noria.types import EngineRequest, FinishReason, RequestError, SamplingParams, SequenceOutput, StructuredOutput
 
 THINK = REASONING_FORMATS[-1]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -257,3 +257,14 @@ def test_a_mark_that_is_a_control_token_is_seen_by_the_parser_and_not_by_the_cli
     delta = answer.take(SequenceOutput(request_id=1, index=0, tokens=tuple(ids), finish_reason=FinishReason.STOP))
     assert delta is not None
     assert delta.calls == 1
+
+
+def test_a_format_of_the_whole_text_and_calls(text: TextModel) -> None:
+    """Red when a response_format silently makes calls impossible, or JSON passes for reasoning."""
+    wanted = StructuredOutput(kind="json_object")
+    with pytest.raises(RequestError) as caught:
+        call_plan(text, tool_use([tool("f")], "auto"), opened=False, constrained=wanted)
+    assert caught.value.param == "response_format"
+    required = call_plan(text, tool_use([tool("f")], "required"), opened=False, constrained=wanted)
+    assert required.grammar is not None
+    assert call_plan(text, tool_use([tool("f")], "none"), opened=True, constrained=wanted).parse is None

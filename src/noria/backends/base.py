@@ -101,11 +101,20 @@ class StepInputs:
 
 
 @dataclass
+class Masks:
+    """Which tokens the draws of a step may take, as bit masks that another thread fills while the forward pass runs."""
+
+    index: npt.NDArray[np.int32]  # [D] the mask of each draw, a row of `words`; -1: none
+    words: npt.NDArray[np.uint32]  # [M, ceil(vocab / 32)] bit `token % 32` of word `token // 32`: the token may be drawn
+    ready: npt.NDArray[np.int32]  # [1] 1 once `words` is filled; whoever draws waits for it
+
+
+@dataclass
 class Draws:
     """What to do with the logits: D draws, each reading one logit row. All arrays are C-contiguous.
 
-    Adjustments are applied to a copy of the row in this order: repetition penalty, presence and frequency, bias, bans; then
-    temperature, top_k, top_p, min_p (each on what the one before left; ties by lower id first), then
+    Adjustments are applied to a copy of the row in this order: repetition penalty, presence and frequency, bias, bans, mask;
+    then temperature, top_k, top_p, min_p (each on what the one before left; ties by lower id first), then
     arg max of logit / temperature + Gumbel noise(seed, position, stream, token). Temperature 0: arg max, lowest id on ties.
     The noise is the same on every backend: Philox4x32-10, key the seed, counter (position low, position high, stream,
     token / 4), gives the words of four tokens; u = (word + 1/2) / 2^32; noise = -log(-log(u)).
@@ -135,6 +144,7 @@ class Draws:
     bias_values: npt.NDArray[np.float32]
     ban_offsets: npt.NDArray[np.int64]  # [D + 1]
     ban_tokens: npt.NDArray[np.int32]
+    masks: Masks | None = None  # None: no draw of the step has a mask
 
     def __len__(self) -> int:
         return len(self.logit_row)

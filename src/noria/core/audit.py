@@ -86,7 +86,8 @@ def _check_membership(scheduler: Scheduler) -> Iterator[str]:
     if order != sorted(order):
         yield "the queue is out of order"
     for sequence in scheduler.queue:
-        if sequence.state is not State.WAITING or sequence.kv.held or sequence.kv.row >= 0 or sequence.computed:
+        waits = sequence.state in (State.WAITING, State.WAITING_GRAMMAR)
+        if not waits or sequence.kv.held or sequence.kv.row >= 0 or sequence.computed:
             yield f"{sequence} waits, but holds something"
     holders = set(_holders(scheduler))
     if not scheduler.fresh.keys() <= scheduler.running.keys():

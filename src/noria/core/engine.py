@@ -11,12 +11,16 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from noria.config import EngineConfig
 from noria.core.audit import audit, dump
+from noria.core.constraint import Constraint, Constraints, fill_masks, is_constrained
 from noria.core.costs import CostModel
 from noria.core.plan import RowResult, StepPlan, StepResult
 from noria.core.prices import Prices
@@ -37,6 +41,7 @@ from noria.types import (
 )
 
 _ENOUGH_STEPS = 100  # that have taught something worth keeping
+GRAMMAR_POLL_S = 0.005  # how long a step without other work waits for a grammar, before the shell may look at its messages
 
 
 class Runner(Protocol):
@@ -44,6 +49,12 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any:
         """Start a step; returns a ticket. The plan before it has been waited for."""
+
+    def mask(self, fill: Callable[[int, int], None]) -> None:
+        """Fill the masks of the step launched last, beside it: `fill(address, bytes of a mask)` on another thread.
+
+        Called once for a plan with masked rows, after `launch` and before `wait`.
+        """
 
     def wait(self, ticket: Any) -> StepResult:
         """Block until the step is done."""
@@ -123,6 +134,7 @@ class Engine:
             itl_target=config.itl_target_ms / 1000,
         )
         self.records: dict[int, RequestRecord] = {}
+        self.constraints: Constraints | None = None  # the shell's; without it constrained requests are refused
         self.draining = False
         self._depth = config.async_depth
         self._timeout = config.request_timeout_s
@@ -131,6 +143,7 @@ class Engine:
         self._clock = clock
         self._flight: tuple[Step, Any] | None = None  # the step in flight and its ticket
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id); ended requests stay until then
+        self._compiling: dict[Sequence, Future[Constraint]] = {}  # sequences in WAITING_GRAMMAR
         self._outputs: list[SequenceOutput] = []  # of the step that is being made
         self._dead: str | None = None
         self._steps = self._step_tokens = self._prompt_tokens = self._generated_tokens = 0
@@ -151,6 +164,7 @@ class Engine:
             raise ValueError("a request with pooling generates nothing: its max_tokens is 0")
         self._check_prompt(request)
         self.queue.check_room(len(self.scheduler.free_rows))
+        constraint = self._constraint_of(request)
         now = self._clock()
         start = min(request.arrival or now, now)
         sequence = Sequence(
@@ -163,6 +177,9 @@ class Engine:
         )
         self.records[request.request_id] = RequestRecord(request, sequence)
         self.queue.push(sequence)
+        if constraint is not None:
+            sequence.wait_for_grammar(now)
+            self._compiling[sequence] = constraint
         deadlines = [] if request.deadline is None else [request.deadline]
         if self._timeout is not None:
             deadlines.append(start + self._timeout)
@@ -242,20 +259,24 @@ class Engine:
     def _step_in_turn(self) -> None:
         now = self._clock()
         self._expire(now)
+        self._take_constraints(now)
         step = self.scheduler.schedule(now)
         if step is not None:
             self._steps += 1
-            self._commit(step, self._runner.wait(self._runner.launch(step.plan)))
+            ticket = self._runner.launch(step.plan)
+            self._mask(step, step.plan)
+            self._commit(step, self._runner.wait(ticket))
         elif self.records:
-            raise RuntimeError("requests are open, and none of them can go on")
+            self._await_constraint()
 
     def _step_overlapped(self) -> None:
         now = self._clock()
         self._expire(now)
+        self._take_constraints(now)
         flight, step = self._flight, self.scheduler.schedule(now)
         self._flight = None
         if flight is None and step is None and self.records:
-            raise RuntimeError("requests are open, and none of them can go on")
+            self._await_constraint()
         result = None if flight is None else self._runner.wait(flight[1])
         if step is not None:
             self._steps += 1
@@ -263,6 +284,54 @@ class Engine:
             self._flight = (step, self._runner.launch(plan))
         if flight is not None and result is not None:
             self._commit(flight[0], result)
+        if step is not None:
+            self._mask(step, plan)  # after the commit, which tells the constraints what was drawn
+
+    # Constraints
+
+    def _constraint_of(self, request: EngineRequest) -> Future[Constraint] | None:
+        if not is_constrained(request):
+            return None
+        if self.constraints is None:
+            raise RequestError(
+                "this engine cannot constrain its output: it was not given a vocabulary", param="structured_output"
+            )
+        return self.constraints.prepare(request)
+
+    def _take_constraints(self, now: float) -> None:
+        """Let the sequences go on whose constraint is ready, and end those of which it could not be made."""
+        for sequence, future in list(self._compiling.items()):
+            if sequence.state is State.FINISHED:
+                del self._compiling[sequence]
+            elif future.done():
+                del self._compiling[sequence]
+                error = future.exception()
+                if error is None:
+                    sequence.grammar_ready(future.result(), now)
+                elif isinstance(error, RequestError):
+                    self._outputs += self._end(sequence.request.request_id, FinishReason.ERROR, now, error=str(error))
+                else:
+                    raise error
+
+    def _await_constraint(self) -> None:
+        """Nothing can be computed: some request waits for its grammar, or an invariant is broken."""
+        if not self._compiling:
+            raise RuntimeError("requests are open, and none of them can go on")
+        wait_for(self._compiling.values(), GRAMMAR_POLL_S, FIRST_COMPLETED)
+
+    def _mask(self, step: Step, plan: StepPlan) -> None:
+        """Have the masks of a launched step filled, if it has masked rows."""
+        parts: list[tuple[Constraint, tuple[int, ...]]] = []
+        for entry, row in zip(step.entries, plan.rows, strict=True):
+            if row.masked:
+                assert entry.sequence.constraint is not None
+                parts.append(
+                    (entry.sequence.constraint, row.tokens[len(row.tokens) - row.samples + 1 :] if row.samples > 1 else ())
+                )
+        if parts:
+            self._runner.mask(partial(fill_masks, parts))
+
+    # Results
 
     def _commit(self, step: Step, result: StepResult) -> None:
         """Take in what a step computed and sampled. Samples of a sequence that has ended meanwhile are dropped."""
@@ -310,16 +379,23 @@ class Engine:
         output_tokens = len(tokens) - sequence.prompt_length
         request = sequence.request
         stopped = token in request.stop_ids and output_tokens > sequence.params.min_tokens
-        if stopped or len(tokens) >= sequence.limit:
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH if len(tokens) >= sequence.limit else None
+        constraint = sequence.constraint
+        if constraint is not None:
+            if not stopped:
+                constraint.accept(token)
+            reason = FinishReason.ERROR if constraint.failure else FinishReason.STOP if constraint.ended else reason
+        if reason is not None:
             self.scheduler.growth.finished(output_tokens)
             return self._finish(
                 sequence,
-                FinishReason.STOP if stopped else FinishReason.LENGTH,
+                reason,
                 now,
                 tokens=(token,),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 stop_token=token if stopped else None,
+                error=None if constraint is None else constraint.failure,
             )
         return SequenceOutput(
             request_id=request.request_id,
@@ -355,6 +431,7 @@ class Engine:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
         stop_token: int | None = None,
+        error: str | None = None,
     ) -> SequenceOutput:
         """End a choice that has a sequence: its terminal output."""
         self.scheduler.finish(sequence, now)
@@ -368,6 +445,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token=stop_token,
+            error=error,
             cached_tokens=max(sequence.cached_tokens, 0),
             cache_miss=sequence.cache_miss,
             phases=tuple(sequence.parts),
@@ -381,7 +459,9 @@ class Engine:
         first = msgspec.structs.replace(first, prompt_logprobs=_scores(sequence), embedding=embedding)
         self._outputs += [first, *others]
 
-    def _end(self, request_id: int, reason: FinishReason, now: float, only: int | None = None) -> list[SequenceOutput]:
+    def _end(
+        self, request_id: int, reason: FinishReason, now: float, only: int | None = None, *, error: str | None = None
+    ) -> list[SequenceOutput]:
         """End all open choices of a request, or only one: their terminal outputs."""
         record = self.records.get(request_id)
         if record is None:
@@ -397,6 +477,7 @@ class Engine:
                     request_id=request_id,
                     index=index,
                     finish_reason=reason,
+                    error=error,
                     cached_tokens=max(sequence.cached_tokens, 0),
                     cache_miss=sequence.cache_miss,
                     phases=tuple(sequence.parts),

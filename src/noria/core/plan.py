@@ -40,6 +40,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: tuple[int, ...]  # the chunk's ids that the runner has not seen yet (last sampled token, drafts); usually 0 or 1
     new_blocks: tuple[tuple[int, ...], ...] = ()  # by layer group: block ids appended to the row's table; () is none at all
     samples: int = 0  # 0: nothing sampled (an inner chunk of a prompt); k: one token after each of the last k positions
+    masked: bool = False  # the row's draws take only tokens of masks that are asked for after launch: one for each sample
     streams: tuple[int, ...] = ()  # more choices drawn from the last position (n > 1): one further token for each stream
     prompt_logprobs_from: int | None = None  # positions >= this in the chunk report the logprob of the next prompt token
     hidden_from: int | None = None  # final hidden states of positions >= this in the chunk join the row's mean

@@ -11,8 +11,8 @@ Memory decides between sequences only through `_grow` (pass 1 and 2: somebody is
 
 Waiting is bounded. Nobody overtakes a sequence that waits for memory, and the running sequence that is first in the
 policy's order is never the victim while another runs: so it ends, and then the next is first. A sequence that waits for a
-block which another is computing is passed over, but keeps its place. Background sequences are outside of this promise: they
-run on what the others leave, and lose their places to them.
+block which another is computing, or for its grammar, is passed over, but keeps its place. Background sequences are outside
+of this promise: they run on what the others leave, and lose their places to them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def bind(plan: StepPlan, late: Iterable[tuple[int, int]], before: tuple[RowResul
             tokens=before[source].tokens[:1],
             new_blocks=row.new_blocks,
             samples=row.samples,
+            masked=row.masked,
         )
     return StepPlan(
         step=plan.step,
@@ -234,6 +235,7 @@ class Scheduler:
                     tokens=tokens,
                     new_blocks=blocks,
                     samples=samples,
+                    masked=samples > 0 and sequence.constraint is not None,
                     streams=streams,
                     prompt_logprobs_from=_prompt_logprobs_from(sequence, start, end) if sequence.unscored else None,
                     hidden_from=_hidden_from(sequence, start, end) if sequence.request.pooling else None,
@@ -291,7 +293,7 @@ class Scheduler:
         cache = self.cache
         admitted = []
         for sequence in self.queue:
-            if sequence.blocked_on in cache.marks:
+            if sequence.blocked_on in cache.marks or sequence.state is State.WAITING_GRAMMAR:
                 continue
             limit = sequence.hit_limit
             hit = cache.lookup(sequence.kv, sequence.tokens, limit)
@@ -374,7 +376,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """End a sequence in any state. What it holds is freed when nothing of it is in flight."""
-        if sequence.state is State.WAITING:
+        if sequence.state in (State.WAITING, State.WAITING_GRAMMAR):
             self.queue.remove((sequence,))
         elif sequence.state is State.RUNNING:
             del self.running[sequence]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from noria.core.constraint import Constraint
 from noria.kv.cache import Table
 from noria.kv.keys import BLOCK_SIZE
 from noria.types import EngineRequest, Phase, TokenLogprobs
@@ -19,8 +20,12 @@ Rank = tuple[float, int, int]  # order of service, smallest first: (policy's val
 
 
 class State(Enum):
-    """WAITING holds nothing. LEAVING is preempted with a step in flight: it becomes WAITING when that is back."""
+    """WAITING holds nothing, nor does WAITING_GRAMMAR, whose constraint is being made; both have a place in the queue.
 
+    LEAVING is preempted with a step in flight: it becomes WAITING when that is back.
+    """
+
+    WAITING_GRAMMAR = "waiting for its grammar"
     WAITING = "waiting"
     RUNNING = "running"
     LEAVING = "leaving"
@@ -35,6 +40,7 @@ class Sequence:
         "cache_miss",
         "cached_tokens",
         "computed",
+        "constraint",
         "in_flight",
         "index",
         "kv",
@@ -83,6 +89,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt[1:], as far as they are back
         self.unscored = params.prompt_logprobs is not None and self.prompt_length > 1  # prompt tokens are to be scored
         self.unpooled = request.pooling == "mean"  # every position's hidden state is still to be seen
+        self.constraint: Constraint | None = None  # what its tokens must obey
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: not admitted yet
         self.cache_miss = ""  # why no more were found
         self.preemptions = 0
@@ -102,7 +109,20 @@ class Sequence:
         child.cached_tokens = self.cached_tokens
         child.cache_miss = self.cache_miss
         child.preemptions = self.preemptions
+        child.constraint = None if self.constraint is None else self.constraint.fork()
         return child
+
+    def wait_for_grammar(self, now: float) -> None:
+        """Its constraint is being made: it may not be admitted. What the shell waited for it until now counts as well."""
+        before = min(self.request.grammar_s, now - self.since)
+        self.stamp(Phase.GRAMMAR, now - before)
+        self.state = State.WAITING_GRAMMAR
+
+    def grammar_ready(self, constraint: Constraint, now: float) -> None:
+        """It may be admitted from now on."""
+        self.constraint = constraint
+        self.state = State.WAITING
+        self.stamp(Phase.QUEUE, now)
 
     def stamp(self, phase: Phase, now: float) -> None:
         """The time since the last stamp belongs to the phase that ends; `phase` begins."""

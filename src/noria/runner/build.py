@@ -119,7 +119,9 @@ def build_executable(config: EngineConfig, model: LoadedModel) -> tuple[Executab
 def step_tables(config: EngineConfig, model: LoadedModel) -> Rows:
     """The empty tables of the rows that such an executable may run at once."""
     ledger = model.ledger
-    return Rows(config.max_num_seqs, ledger.max_model_len, len(layer_groups(model.spec)), _blocks_per_row(ledger))
+    groups = len(layer_groups(model.spec))
+    width = _blocks_per_row(ledger)
+    return Rows(config.max_num_seqs, ledger.max_model_len, groups, width, vocab_size=model.spec.vocab_size)
 
 
 def _blocks_per_row(ledger: MemoryLedger) -> int:

@@ -105,9 +105,13 @@ class Mean:
 class Rows:
     """The tables. Rows are taken, appended to, and freed as the plans say."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, max_blocks_per_row: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, num_groups: int, max_blocks_per_row: int, *, vocab_size: int = 0
+    ) -> None:
+        """`vocab_size` is what masks are sized by: without it no row can be masked."""
         n = max_num_seqs
         self.version = 0  # raised when a row is taken: what is known of a row holds until then
+        self.vocab_size = vocab_size
         self.tokens = np.zeros((n, max_model_len), np.int32)
         self.block_tables = tuple(np.full((n, max_blocks_per_row), NULL_BLOCK, np.int32) for _ in range(num_groups))
         self._num_blocks = np.zeros((n, num_groups), np.int64)

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from noria.backends.base import Backend, Drawn, Executable, StepInputs
 from noria.core.plan import StepPlan, StepResult
 from noria.runner.draws import StepDraws, row_results
+from noria.runner.masks import Fill, MaskThread, step_masks
 from noria.runner.rows import Rows
 from noria.runner.steady import SteadyInputs
 
@@ -36,6 +37,7 @@ class Runner:
         self._inputs = SteadyInputs(rows)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="noria-step") if depth else None
         self._running: Future[tuple[Drawn, float]] | None = None
+        self._masks = MaskThread()
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Apply the plan to the tables and start its step."""
@@ -56,10 +58,16 @@ class Runner:
         if not plan.rows:
             return Ticket(plan, None, None)
         inputs, draws = self._inputs.build(plan)
+        inputs.draws.masks = step_masks(plan.rows, draws.rows, len(inputs.draws), rows.vocab_size)
+        self._masks.expect(inputs.draws.masks)
         if self._thread is None:
             return Ticket(plan, draws, lambda: self._run(inputs))
         self._running = self._thread.submit(self._run, inputs)
         return Ticket(plan, draws, self._running.result)
+
+    def mask(self, fill: Fill) -> None:
+        """Fill the masks of the step launched last, on a thread of the runner. Before `wait`, if its plan has masked rows."""
+        self._masks.fill(fill)
 
     def _run(self, inputs: StepInputs) -> tuple[Drawn, float]:
         begin = time.perf_counter()
@@ -71,11 +79,13 @@ class Runner:
         if ticket.work is None or ticket.draws is None:
             return StepResult(step=ticket.plan.step, rows=())
         drawn, seconds = ticket.work()
+        self._masks.finished()
         rows = row_results(ticket.plan, ticket.draws, drawn, self._rows)
         return StepResult(step=ticket.plan.step, rows=rows, seconds=seconds)
 
     def close(self) -> None:
         """Wait for a running step and free the backend."""
+        self._masks.close()
         if self._thread is not None:
             self._thread.shutdown()
         self._backend.close()

@@ -45,6 +45,7 @@ class SteadyInputs:
         return (
             planned.count == 1
             and planned.samples == 1
+            and not planned.masked
             and not planned.streams
             and planned.prompt_logprobs_from is None
             and planned.hidden_from is None

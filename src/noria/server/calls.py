@@ -90,9 +90,10 @@ def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: f
     params, seed = _params(context, served, body, logprobs=top, limit=limit)
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     ids = _truncated(body, chat_ids(served, body, body.reasoning_effort, tools=use.shown, limit=_longest(served, body)), served)
-    plan = call_plan(served.text, use, opened=reasoning_is_open(served.text, ids))
+    plan = call_plan(served.text, use, opened=reasoning_is_open(served.text, ids), constrained=params.structured_output)
     if plan.grammar is not None:
         params = msgspec.structs.replace(params, structured_output=plan.grammar)
+        check_params(params, served.facts.vocab_size, control_ids=served.text.tokenizer.control_ids)
     answer = Answer(served.text.tokenizer, _engine_request(context, served, body, ids, params, arrival), plan=plan.parse)
     shape = ChatShape(
         served.text.tokenizer,
@@ -154,7 +155,7 @@ def _params(
         raise RequestError("priority needs a server with --scheduling-policy priority", param="priority")
     defaults = {} if body.use_beam_search else served.sampling_defaults
     params = sampling_params(body, defaults, logprobs=logprobs, max_tokens=limit)
-    check_params(params, served.facts.vocab_size)
+    check_params(params, served.facts.vocab_size, control_ids=served.text.tokenizer.control_ids)
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     return msgspec.structs.replace(params, seed=seed % 2**SEED_BITS), seed
 

@@ -7,8 +7,10 @@ step, however many tokens or choices the step made for it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -27,10 +29,14 @@ from noria.server.wire import (
     Refused,
     Stage,
     Stop,
+    UseVocabulary,
     decode_from_engine,
     encode,
 )
-from noria.types import EngineRequest, EngineStats, LoadError, NoriaError, RequestError, SequenceOutput
+from noria.types import EngineRequest, EngineStats, LoadError, NoriaError, RequestError, SamplingParams, SequenceOutput
+
+if TYPE_CHECKING:
+    from noria.server.judge import Judge
 
 START_TIMEOUT_S = 600.0  # without any sign of progress; a large model on a slow disk takes minutes a stage
 LAST_WORDS_MS = 200
@@ -120,6 +126,8 @@ class EngineClient:
         self._next_ping = 0
         self._failure: str | None = None  # the engine's own last words
         self._dead: EngineDead | None = None
+        self.judge: Judge | None = None  # of grammars; without it constrained requests are refused
+        self._knows_vocabulary = False
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineFacts] = self._loop.create_future()
         self._progress = asyncio.Event()
@@ -155,6 +163,24 @@ class EngineClient:
     def open_requests(self) -> int:
         """Requests that the engine has not finished, aborted ones included until it says so."""
         return len(self._open)
+
+    async def admit(self, params: SamplingParams) -> float:
+        """Have what constrains the output judged, if something does: seconds that took. Raises RequestError.
+
+        To be awaited before `generate` of a request with these parameters, and before anything of its answer is sent.
+        """
+        if params.structured_output is None and not params.allowed_token_ids:
+            return 0.0
+        if self.judge is None:
+            raise RequestError(
+                "this server cannot constrain its output: the model's tokens are not loaded", param="structured_output"
+            )
+        began = time.monotonic()
+        vocabulary = await self.judge.checked(params.structured_output)
+        if not self._knows_vocabulary and self._dead is None:
+            self._knows_vocabulary = True
+            self._send(UseVocabulary(vocabulary=vocabulary))
+        return time.monotonic() - began
 
     def generate(self, *requests: EngineRequest) -> RequestStream:
         """Send requests that one reader waits for. Abandoning the stream needs an `abort` of each."""
@@ -197,6 +223,8 @@ class EngineClient:
 
     def close(self) -> None:
         """Tell the engine to leave and wait for it, at most two seconds."""
+        if self.judge is not None:
+            self.judge.close()
         if self._dead is None:
             self._send(Stop())
             self._socket.setsockopt(zmq.LINGER, 500)
@@ -209,7 +237,7 @@ class EngineClient:
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._process.death_fd)
 
-    def _send(self, message: Add | Abort | Ping | Stop) -> None:
+    def _send(self, message: Add | Abort | Ping | UseVocabulary | Stop) -> None:
         self._socket.send(encode(message))
         # ZeroMQ's descriptor signals edges: a send may swallow the edge of a message that came meanwhile, so look again.
         self._loop.call_soon(self._read)

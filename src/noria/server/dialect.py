@@ -91,15 +91,15 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> l
     return positions
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Token counts of a request: the prompt once, all choices' tokens."""
+def usage(prompt: int, completion: int, cached: int, *, reasoning: int = 0) -> dict[str, Any]:
+    """Token counts of a request: the prompt once, all choices' tokens, and those of them that are reasoning."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
         },

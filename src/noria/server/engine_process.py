@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from noria.config import EngineConfig
+from noria.core.constraint import Constraints
 from noria.core.engine import EngineDead
 from noria.core.queue import QueueFull
 from noria.server.wire import (
@@ -37,6 +38,8 @@ from noria.server.wire import (
     Refused,
     Stage,
     Stop,
+    ToEngine,
+    UseVocabulary,
     decode_launch,
     decode_to_engine,
     encode,
@@ -51,6 +54,8 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 class ServedEngine(Protocol):
     """The part of `noria.core.engine.Engine` that a shell drives."""
+
+    constraints: Constraints | None  # set before the first request that needs it
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it cannot be taken (429 with a full queue)."""
@@ -87,6 +92,7 @@ def main() -> None:
     """Read the launch record from stdin, load the engine, serve it. Never returns normally: ends the process."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # sent to the whole group; the parent drains and then says Stop
+    sys.setswitchinterval(0.0005)  # the loop comes back to the interpreter after each step; a grammar's thread may have it
     launch = _read_launch()
     if launch.die_with_parent:
         _die_with_parent()
@@ -137,9 +143,9 @@ class Channel:
         """Queue a message; never blocks."""
         self._socket.send(encode(message), copy=True)
 
-    def receive(self, *, wait: bool) -> list[Add | Abort | Ping | Stop]:
+    def receive(self, *, wait: bool) -> list[ToEngine]:
         """All messages that have come; with `wait`, at least one."""
-        messages: list[Add | Abort | Ping | Stop] = []
+        messages: list[ToEngine] = []
         if wait:
             messages.append(decode_to_engine(self._socket.recv()))
         while True:
@@ -170,6 +176,10 @@ def serve(engine: ServedEngine, channel: Channel) -> None:
                     outputs.extend(engine.abort(request_id, index))
                 case Ping(nonce=nonce):
                     channel.send(Pong(nonce=nonce, stats=engine.stats()))
+                case UseVocabulary(vocabulary=vocabulary):
+                    from noria.text.constraint import GrammarConstraints
+
+                    engine.constraints = GrammarConstraints(vocabulary)
                 case Stop():
                     return
         if engine.has_work:

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from noria.kv.misses import NEVER_SEEN, OTHER_ROOT
 from noria.observe.timeline import timeline
 from noria.server.answer import Answer, Delta
@@ -47,6 +49,7 @@ class Generation:
         self._last = answers[-1]  # the answer that the engine finished last
         self._aborted = False
         self._exchange = current_exchange()
+        self._admitted = False
 
     async def steps(self) -> AsyncGenerator[Deltas]:
         """The deltas of each step that had some. Returns when the engine has finished every request.
@@ -54,6 +57,9 @@ class Generation:
         Raises RequestError if a request was refused, or failed; what was still open is aborted then.
         """
         try:
+            await self.admit()
+            if self._aborted:
+                return
             stream = self._client.generate(*(answer.request for answer in self.answers))
             async for outputs in stream:
                 now = time.monotonic()
@@ -75,6 +81,19 @@ class Generation:
         finally:
             self._give_up(FinishReason.ABORT)
         self._raise_failure()
+
+    async def admit(self) -> None:
+        """Wait until what constrains the output has been judged: `steps` begins with it, if it has not been awaited before.
+
+        Raises RequestError. An endpoint that sends something before the first delta awaits this first.
+        """
+        if self._admitted:
+            return
+        for answer in self.answers:
+            seconds = await self._client.admit(answer.request.params)
+            if seconds and not answer.request.grammar_s:
+                answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
+        self._admitted = True
 
     def abort(self) -> None:
         """End all requests of the call: `steps` then ends within a step."""

@@ -29,6 +29,8 @@ from noria.server.gate import checked_request_id
 from noria.server.generation import Generation
 from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from noria.server.sse import EventStream, event, watch_disconnect
+from noria.server.structured import FIELDS, structured_output
+from noria.server.tools import tool_use
 from noria.server.validate import check_token
 from noria.types import RequestError
 
@@ -115,7 +117,9 @@ class OpenAI:
                 return chat_call(self._context, served, body, arrival)
             return completion_call(self._context, served, body, arrival)
 
-        return served, await self._off_loop(prompt_size(body), make)
+        call = await self._off_loop(prompt_size(body), make)
+        await _admit(served, call)
+        return served, call
 
     async def collect(self, served: Served, call: Call) -> dict[str, Any]:
         """Run a call to its end: the whole response object. Raises RequestError."""
@@ -128,7 +132,7 @@ class OpenAI:
         body = call.body
         out = _head(served, call, call.shape.kind)
         out["choices"] = [call.shape.choice(index, call.answers[index // n], merge(made[index])) for index in sorted(made)]
-        out["usage"] = usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+        out["usage"] = _usage(generation)
         out["seed"] = call.seed
         if body.timing:
             out["timing"] = generation.timing()
@@ -165,6 +169,19 @@ class OpenAI:
 
     def _model(self, served: Served, name: str) -> dict[str, Any]:
         return model_object(name, served.created, served.facts.max_model_len, served.facts.model)
+
+
+async def _admit(served: Served, call: Call) -> None:
+    """Wait for the verdict on what constrains the output. Raises RequestError that names the field it came in."""
+    try:
+        seconds = await served.client.admit(call.answers[0].request.params)
+    except RequestError as error:
+        if error.param != "structured_output":
+            raise
+        asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
+        raise RequestError(str(error), param=asked[0] if asked else None, code=error.code, status=error.status) from None
+    for answer in call.answers:
+        answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -214,6 +231,8 @@ async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
         for position, delta in deltas:
             index = position * n + delta.index
             first = index not in started
+            if not first and call.shape.silent(delta):
+                continue
             chunk = out | {"choices": [call.shape.chunk(index, call.answers[position], delta, first=first)]}
             if running_usage:
                 chunk["usage"] = _usage(generation)
@@ -223,7 +242,8 @@ async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
                 chunk["seed"] = call.seed
             started.add(index)
             events.append(event(chunk))
-        yield b"".join(events)
+        if events:
+            yield b"".join(events)
     if with_usage or call.body.timing:
         chunk = out | {"choices": []}
         if with_usage:
@@ -234,7 +254,8 @@ async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
 
 
 def _usage(generation: Generation | BeamGeneration) -> dict[str, Any]:
-    return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+    reasoning = sum(answer.reasoning_tokens for answer in generation.answers)
+    return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens, reasoning=reasoning)
 
 
 def _head(served: Served, call: Call, kind: str) -> dict[str, Any]:
@@ -244,6 +265,6 @@ def _head(served: Served, call: Call, kind: str) -> dict[str, Any]:
 
 def _tokenize(served: Served, body: TokenizeBody) -> list[int]:
     if body.prompt is None:
-        return list(chat_ids(served, body, None, limit=None))
+        return list(chat_ids(served, body, None, tools=tool_use(body.tools, None).shown, limit=None))
     add = True if body.add_special_tokens is None else body.add_special_tokens
     return served.text.tokenizer.encode(body.prompt, add_special_tokens=add, parse_special=True)

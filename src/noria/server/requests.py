@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from noria.server.structured import FIELDS, structured_output
 from noria.server.validate import MAX_TOP_LOGPROBS
 from noria.types import RequestError, SamplingParams
 
@@ -86,6 +87,17 @@ class Body(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
+    response_format: Any = None  # this and the following: see `noria.server.structured`
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    grammar: Any = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)] = ""
@@ -122,7 +134,7 @@ class ChatBody(Body, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # Checked by `noria.server.tools`.
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
@@ -139,6 +151,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
     return_token_strs: bool = False
 
 
@@ -163,7 +176,6 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "tool_choice": _only("none"),
     "functions": _only([]),
     "function_call": _only("none", "auto"),
-    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "suffix": _only(""),
     "audio": _never,
     "modalities": _only(["text"], []),
@@ -171,7 +183,6 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "prediction": _never,
     "web_search_options": _never,
     "early_stopping": _only(False),
-    "allowed_token_ids": _never,
     "bad_words": _only([]),
     "logits_processors": _only([]),
     "chat_template": _never,  # a template is a program: only the operator's is run
@@ -342,8 +353,11 @@ def sampling_params(
         value = getattr(body, name)
         if value is not None:
             values[name] = value
+    constraint = structured_output({name: getattr(body, name) for name in FIELDS})
     return SamplingParams(
         **values,
+        structured_output=None if constraint is None else constraint[1],
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=body.stops(),

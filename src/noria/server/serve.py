@@ -135,7 +135,9 @@ class Server:
         from noria.observe.metrics import Metrics
         from noria.server.context import Served
         from noria.server.exchange import stamped
+        from noria.server.judge import Judge
         from noria.server.loading import TextOptions, start
+        from noria.text.grammar import vocabulary_of
         from noria.weights.hub import cache_directory
 
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -149,6 +151,8 @@ class Server:
         facts, text = await start(client, cache, options, progress=self._stage)
         client.stamp = stamped
         names = self._config.served_model_name or (facts.model,)
+        ends = tuple(dict.fromkeys((*facts.eos_ids, *text.tokenizer.eos_ids)))
+        client.judge = Judge(lambda: vocabulary_of(text.tokenizer, facts.vocab_size, ends))
         context.served = Served(
             client=client,
             facts=facts,

@@ -38,6 +38,10 @@ class Shape(ABC):
     def choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
         """A choice of a whole response."""
 
+    def silent(self, delta: Delta) -> bool:
+        """Whether a delta has nothing that a chunk would show."""
+        return False
+
     def _ends(self, answer: Answer, delta: Delta, *, first: bool) -> dict[str, Any]:
         """What chunks and whole choices of both endpoints have: how it ended, and the extensions that were asked for."""
         ends: dict[str, Any] = {
@@ -103,6 +107,9 @@ class ChatShape(Shape):
         if first:
             shown = {"role": "assistant", "content": "", **shown}
         return {"index": index, "delta": shown, "logprobs": self._logprobs(delta), **self._ends(answer, delta, first=first)}
+
+    def silent(self, delta: Delta) -> bool:
+        return not delta.events and delta.finish_reason is None and self._top is None and not self._token_ids
 
     def choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
         return {

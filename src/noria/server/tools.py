@@ -141,12 +141,22 @@ class CallPlan:
     grammar: StructuredOutput | None = None
 
 
-def call_plan(text: TextModel, use: ToolUse, *, opened: bool) -> CallPlan:
-    """The plan for a request to a model; `opened`: the prompt ends inside reasoning.
+def call_plan(text: TextModel, use: ToolUse, *, opened: bool, constrained: StructuredOutput | None = None) -> CallPlan:
+    """The plan for a request to a model. Raises RequestError for a format of the text that calls cannot have.
+
+    `opened`: the prompt ends inside reasoning. `constrained`: what the request's own format makes of the text. It holds from
+    the first character, so there is no reasoning before it; where a call is required there is no text that it could be of.
 
     Required and named choices are bound to a grammar. Under auto, a grammar takes care of the calls if one of the functions is
     strict. Formats whose arguments are not JSON give way to plain JSON where a call is required, and are not bound under auto.
     """
+    if constrained is not None and use.mode != "required":
+        if use.active:
+            raise RequestError(
+                "response_format holds for all of the text, so no tool could be called: set tool_choice to none or required",
+                param="response_format",
+            )
+        return CallPlan()
     calls = text.calls if use.active else None
     if use.mode == "required" and (calls is None or not writable(calls)):
         calls = PLAIN_JSON

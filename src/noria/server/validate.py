@@ -7,6 +7,7 @@ the field and what it may be.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from noria.text.stops import check_stops
 from noria.types import RequestError, SamplingParams
@@ -36,8 +37,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 }
 
 
-def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError for the first value that is out of its range."""
+def check_params(params: SamplingParams, vocab_size: int, *, control_ids: Collection[int] = ()) -> None:
+    """Raise RequestError for the first value that is out of its range, or contradicts another."""
     for name, (least, most, inclusive) in RANGES.items():
         value = getattr(params, name)
         if value is not None:
@@ -56,6 +57,25 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     for token, bias in params.logit_bias.items():
         check_token("logit_bias", token, vocab_size)
         check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+    for token in params.allowed_token_ids:
+        check_token("allowed_token_ids", token, vocab_size)
+    _check_constraints(params, control_ids)
+
+
+def _check_constraints(params: SamplingParams, control_ids: Collection[int]) -> None:
+    """A grammar says what the output is and where it ends: what says otherwise beside it cannot be honoured."""
+    if params.structured_output is None:
+        return
+    contradictions = {
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "min_tokens": params.min_tokens > 0,
+        "stop_token_ids": any(token not in control_ids for token in params.stop_token_ids),
+    }
+    for name, contradicts in contradictions.items():
+        if contradicts:
+            hint = "other tokens than control tokens cannot end it" if name == "stop_token_ids" else "leave it out"
+            raise RequestError(f"{name} contradicts structured output, whose grammar says where it may end: {hint}", param=name)
 
 
 def check_number(name: str, value: float, least: float, most: float, *, inclusive: bool = True) -> None:

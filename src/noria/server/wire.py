@@ -3,7 +3,7 @@
     HTTP process                                       engine process
         | -- Launch (stdin, length first) ----------------> |   then stdin stays open: its end is the parent's death
         | <------------- Stage, Located, Ready | Failed |
-        | -- Add, Abort, Ping ----------------------------> |
+        | -- Add, Abort, Ping, Vocabulary ----------------> |
         | <------------- Outputs (one a step), Refused, Pong |
         | -- Stop ----------------------------------------> |   leaves at once, exit code 0
 
@@ -18,9 +18,10 @@ import struct
 import msgspec
 
 from noria.config import EngineConfig
+from noria.text.grammar import Vocabulary
 from noria.types import EngineRequest, EngineStats, SequenceOutput
 
-VERSION = 1
+VERSION = 2
 LAUNCH_LENGTH = struct.Struct("<I")  # bytes of the launch record, before it on stdin
 
 
@@ -116,12 +117,18 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     nonce: int
 
 
+class UseVocabulary(msgspec.Struct, frozen=True, tag=True):
+    """The model's tokens. Comes once, before the first request whose output is constrained."""
+
+    vocabulary: Vocabulary
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Close the engine and leave."""
 
 
 FromEngine = Stage | Located | Ready | Failed | Outputs | Refused | Pong
-ToEngine = Add | Abort | Ping | Stop
+ToEngine = Add | Abort | Ping | UseVocabulary | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -101,7 +101,9 @@ def source_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSource:
         return int(value)
 
     named = [token_id("eot"), token_id("eom")]
-    ends = [i for i, text in enumerate(tokens) if types[i] == TokenType.CONTROL and text in _END_TOKENS]
+    # In gpt-oss's answers of several messages, <|end|> ends a message that others follow.
+    between = {"<|end|>"} if "<|channel|>" in tokens else set()
+    ends = [i for i, text in enumerate(tokens) if types[i] == TokenType.CONTROL and text in _END_TOKENS - between]
     return TokenizerSource(
         kind=kind,
         tokens=tokens,

@@ -7,10 +7,12 @@ stream, token // 4); word token % 4 of the output makes u = (word + 0.5) / 2^32 
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import numpy.typing as npt
 
-from noria.backends.base import Drawn, Draws
+from noria.backends.base import Drawn, Draws, Masks
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -20,6 +22,7 @@ LOWEST_LOGPROB = np.float32(-1e9)
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_NAP_S = 20e-6  # between two looks at whether the masks are filled
 _LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -90,7 +93,7 @@ def _most_likely_first(values: Float32 | Float64) -> npt.NDArray[np.intp]:
 
 
 def _adjusted(row: Float32, draws: Draws, d: int) -> Float32:
-    """A copy of the row after penalties, bias and bans."""
+    """A copy of the row after penalties, bias, bans and mask."""
     row = row.copy()
     seen = slice(draws.history_offsets[d], draws.history_offsets[d + 1])
     tokens, counts = draws.history_tokens[seen], draws.history_counts[seen]
@@ -102,7 +105,17 @@ def _adjusted(row: Float32, draws: Draws, d: int) -> Float32:
     biased = slice(draws.bias_offsets[d], draws.bias_offsets[d + 1])
     row[draws.bias_tokens[biased]] += draws.bias_values[biased]
     row[draws.ban_tokens[draws.ban_offsets[d] : draws.ban_offsets[d + 1]]] = -np.inf
+    if draws.masks is not None and draws.masks.index[d] >= 0:
+        row[~_allowed(draws.masks, d, len(row))] = -np.inf
     return row
+
+
+def _allowed(masks: Masks, d: int, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """[vocab_size] whether the mask of a draw lets each token pass, as soon as that is known."""
+    while not masks.ready[0]:
+        time.sleep(_NAP_S)
+    words = masks.words[masks.index[d]].astype("<u4", copy=False)
+    return np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little").astype(bool)
 
 
 def _choose(row: Float32, draws: Draws, d: int) -> int:
