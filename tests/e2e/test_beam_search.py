@@ -116,6 +116,7 @@ def test_beams_over_http(beams: Beams, tmp_path: Path) -> None:
         server.ok("/v1/completions", server.completion("abc", n=2, use_beam_search=True, **stop))
         refused = {"n": {"n": 19}, "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "stop": {"stop": ["a"]}}
         refused |= {"length_penalty": {"length_penalty": 99.0}, "logit_bias": {"logit_bias": {"5": 1}}}
+        refused |= {"response_format": {"response_format": {"type": "json_object"}}, "min_tokens": {"min_tokens": 1}}
         for param, fields in refused.items():
             server.refused("/v1/completions", server.completion("abc", use_beam_search=True, **fields), param=param)
         server.refused("/v1/completions", server.completion("abc", length_penalty=2.0), param="length_penalty")
