@@ -16,8 +16,9 @@ changes the tokens from there on, and a request's output can be compared with th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Literal
 
 import msgspec
@@ -130,8 +131,10 @@ class FakeRunner:
             row = self.rows[planned.row]
             for group, blocks in enumerate(planned.new_blocks):
                 row.tables[group] += blocks
-            row.tokens += planned.tokens
+            if planned.tokens:
+                row.tokens[planned.start + planned.count - len(planned.tokens) :] = planned.tokens
             assert planned.start + planned.count <= len(row.tokens), "the chunk has tokens that the runner does not know"
+            assert planned.samples <= 1 or (planned.count == planned.samples and not planned.streams), "drafts beside a prompt"
 
     def _run(self, plan: StepPlan) -> StepResult:
         if plan.step in self.failures:
@@ -150,6 +153,7 @@ class FakeRunner:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         prompt_logprobs: list[TokenLogprobs] = []
+        refuted = False  # a draft: nothing that is drawn behind it counts, but its KV is written
         for position in range(planned.start, end):
             state = self._forward(row, position)
             first_scored = planned.prompt_logprobs_from
@@ -157,11 +161,15 @@ class FakeRunner:
                 prompt_logprobs.append(_logprob(state, row.tokens[position + 1]))
             if planned.hidden_from is not None and position >= planned.hidden_from:
                 row.pooled.append(state)
-            if position >= end - planned.samples:
+            if position >= end - planned.samples and not refuted:
                 tokens.append(self._sample(row, state, position + 1, row.new.stream))
-        tokens += [self._sample(row, state, end, stream) for stream in planned.streams]
-        if row.new.params.logprobs is not None:
-            logprobs = [_logprob(state, token) for token in tokens]
+                logprobs.append(_logprob(state, tokens[-1]))
+                refuted = position + 1 < end and row.tokens[position + 1] != tokens[-1]
+        for stream in planned.streams:
+            tokens.append(self._sample(row, state, end, stream))
+            logprobs.append(_logprob(state, tokens[-1]))
+        if row.new.params.logprobs is None:
+            logprobs = []
         pooled = planned.hidden_from is not None and end == row.new.prompt_length
         return RowResult(
             row=planned.row,
@@ -210,7 +218,30 @@ class ConstantRunner(FakeRunner):
 
     def _run_row(self, planned: PlanRow) -> RowResult:
         self.computed_tokens += planned.count
-        return RowResult(row=planned.row, tokens=(self.token,) * (planned.samples + len(planned.streams)))
+        drafts = planned.tokens[len(planned.tokens) - planned.samples + 1 :] if planned.samples > 1 else ()
+        right = next((place for place, draft in enumerate(drafts) if draft != self.token), len(drafts))
+        return RowResult(row=planned.row, tokens=(self.token,) * (min(planned.samples, right + 1) + len(planned.streams)))
+
+
+class Adversary:
+    """Makes an engine draft in every step, whatever it costs: what a request will say, with wrong tokens now and then.
+
+    `outcome` gives all tokens of a sequence, prompt and output, of which as many as there are serve as drafts; `error` is the
+    share of them that is replaced.
+    """
+
+    def __init__(self, engine: Engine, outcome: Callable[[Any], Sequence[int]], error: float, seed: int) -> None:
+        self._outcome = outcome
+        self._error = error
+        self._random = Random(seed)
+        engine.speculator.active = True
+        engine.speculator.drafts_for = self  # type: ignore[method-assign, assignment]
+        engine.speculator.waits = lambda sequence: self._random.random() < 0.5  # type: ignore[method-assign]
+
+    def __call__(self, sequence: Any, most: int, bargain: object) -> tuple[int, ...]:
+        known = len(sequence.tokens)
+        right = self._outcome(sequence)[known : known + self._random.randint(0, most)]
+        return tuple([token + 1 if self._random.random() < self._error else token for token in right])
 
 
 def make_engine(
@@ -253,6 +284,7 @@ def make_request(
     tenant: str = "",
     background: bool = False,
     arrival: float = 0.0,
+    prediction: tuple[int, ...] = (),
     deadline: float | None = None,
     pooling: Literal["mean", "last"] | None = None,
     **params: Any,
@@ -270,6 +302,7 @@ def make_request(
         tenant=tenant,
         background=background,
         arrival=arrival,
+        prediction=prediction,
         deadline=deadline,
         pooling=pooling,
     )
@@ -289,6 +322,7 @@ class Choice:
     cache_miss: str = ""
     phases: tuple[float, ...] = ()
     preemptions: int = 0
+    predicted_tokens: int = 0
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -314,6 +348,7 @@ class Collector:
             if output.finish_reason is not None:
                 choice.finish_reason, choice.stop_token = output.finish_reason, output.stop_token
                 choice.cached_tokens, choice.preemptions = output.cached_tokens, output.preemptions
+                choice.predicted_tokens = output.predicted_tokens
                 choice.phases, choice.cache_miss, choice.embedding = output.phases, output.cache_miss, output.embedding
                 assert not output.phases or len(output.phases) == len(Phase)
 

@@ -12,6 +12,13 @@ import msgspec
 from msgspec import Meta
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How drafts are made, as vLLM's JSON: {"method": "ngram", "num_speculative_tokens": 8}."""
+
+    method: Literal["ngram", "draft_model"]
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # the most of one sequence in a step
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one engine."""
 
@@ -44,6 +51,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     kv_cache_memory_bytes: (
         Annotated[int, Meta(ge=1, description="memory for KV blocks, with suffix (512M, 4G); default: a share of what is free")]
+        | None
+    ) = None
+    speculative_config: (
+        Annotated[
+            SpeculativeConfig,
+            Meta(description='drafts from the text itself, as JSON: {"method": "ngram", "num_speculative_tokens": 8}'),
+        ]
         | None
     ) = None
     async_depth: Annotated[int, Meta(ge=0, le=1, description="steps planned ahead of the device; 0 is right on CPU")] = 0

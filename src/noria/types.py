@@ -120,6 +120,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False  # served when no other request waits, the first to be preempted, and may wait for ever
     arrival: float = 0.0  # time.monotonic() of the shell that received it
     grammar_s: float = 0.0  # seconds since then that the shell waited for the verdict on the request's grammar
+    prediction: tuple[int, ...] = ()  # what the output may be: where it is, tokens are made several at a time
     deadline: float | None = None  # on the same clock; past it the request ends with FinishReason.TIMEOUT
     pooling: Literal["mean", "last"] | None = None  # embed the prompt; needs max_tokens 0
 
@@ -141,6 +142,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cache_miss: str = ""  # why the block behind those was not (`noria.kv.misses`); "": no more could have been
     phases: tuple[float, ...] = ()  # seconds by `Phase`, DELIVERY still 0: stamped by the shell
     preemptions: int = 0
+    predicted_tokens: int = 0  # of the choice, foreseen by the request's prediction
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,4 +160,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: int = 0  # in tokens
     prefix_hits: int = 0
     preemptions: int = 0
+    spec_drafts: int = 0  # times that drafts of a sequence were verified
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
     finished: dict[str, int] = msgspec.field(default_factory=dict)  # by finish reason, one a request

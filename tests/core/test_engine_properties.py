@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import noria.kv.cache
-from fakes import FULL, Choice, Collector, FakeClock, alone, make_engine, make_request, window_group
+from fakes import FULL, Adversary, Choice, Collector, FakeClock, alone, make_engine, make_request, window_group
+from noria.core.sequence import Sequence
 from noria.kv.keys import block_key
 from noria.models.spec import LayerGroup
 from noria.types import EngineRequest, FinishReason, RequestError
@@ -34,7 +35,15 @@ def expected(key: bytes, kind: str, max_model_len: int) -> list[Choice]:
     return alone(msgspec.msgpack.decode(key, type=EngineRequest), GROUPS[kind], max_model_len)
 
 
-ALONE = {"priority": 0, "tenant": "", "background": False, "arrival": 0.0, "deadline": None, "request_id": 0}
+SPECULATION: dict[str, Any] = {
+    "off": {},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}},
+    "right": {},
+    "wrong": {},
+    "mixed": {},
+}
+ERRORS = {"right": 0.0, "wrong": 1.0, "mixed": 0.3}
+ALONE = {"prediction": (), "priority": 0, "tenant": "", "background": False, "arrival": 0.0, "deadline": None, "request_id": 0}
 
 
 def reference(request: EngineRequest, kind: str, max_model_len: int) -> list[Choice]:
@@ -62,6 +71,7 @@ class Traffic(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         careful=st.sampled_from([True, False, False]),
         itl_target_ms=st.sampled_from([0, 1, 20, 100]),
+        speculation=st.sampled_from(["off", "ngram", "right", "wrong", "mixed", "mixed"]),
     )
     def start(
         self,
@@ -75,6 +85,7 @@ class Traffic(RuleBasedStateMachine):
         caching: bool,
         careful: bool,
         itl_target_ms: int,
+        speculation: str,
     ) -> None:
         if self.weak_keys:
             kind, caching = "full", True
@@ -97,12 +108,19 @@ class Traffic(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             max_num_queued_reqs=8,
             itl_target_ms=itl_target_ms,
+            **SPECULATION[speculation],
         )
+        if speculation in ERRORS:
+            Adversary(self.engine, self._outcome, ERRORS[speculation], seed=blocks)
         if not careful:  # no watermark: admit what fits now, so that memory runs out and sequences are preempted
             self.engine.scheduler.growth.peak = lambda running: 0  # type: ignore[method-assign]
         self.budget = budget
         self.requests: dict[int, EngineRequest] = {}
         self.collector = Collector()
+
+    def _outcome(self, sequence: Sequence) -> tuple[int, ...]:
+        whole = reference(sequence.request, self.kind, self.engine.max_model_len)
+        return sequence.request.prompt + whole[sequence.index].tokens
 
     @rule(
         branch=st.integers(0, 1),
@@ -120,6 +138,7 @@ class Traffic(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         background=st.sampled_from([False, False, False, True]),
         timeout=st.sampled_from([None] * 7 + [0.02]),
+        prediction=st.sampled_from([(), (), tuple(TREE[0]), tuple(range(50)) * 2]),
     )
     def add(
         self,
@@ -132,6 +151,7 @@ class Traffic(RuleBasedStateMachine):
         background: bool,
         stops: set[int],
         timeout: float | None,
+        prediction: tuple[int, ...],
         **params: Any,
     ) -> None:
         request = make_request(
@@ -143,6 +163,7 @@ class Traffic(RuleBasedStateMachine):
             stop_ids=tuple(sorted(stops)),
             deadline=None if timeout is None else self.clock.now + timeout,
             seed=3,
+            prediction=prediction,
             **params,
         )
         try:

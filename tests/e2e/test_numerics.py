@@ -2,7 +2,8 @@
 
 Five needle requests are run alone, and then inside random traffic: other requests before, beside and after them, some with
 the same prefix; random token budgets and chunk limits; prefix hits; pools so small that sequences are preempted; one to three
-threads; every instruction-set tier; steps planned ahead or not. Every token, logprob and embedding must be equal, with ==.
+threads; every tier; right and wrong drafts; steps planned ahead or not. Every token,
+logprob and embedding must be equal, with ==.
 
 The control runs the same trials on the torch backend, whose matrix products choose their order of summation by the batch. It
 must fail: otherwise these tests could not.
@@ -19,6 +20,7 @@ import msgspec
 import pytest
 
 import tiny
+from fakes import Adversary
 from noria.backends.base import BLOCK_SIZE, Backend, KVCacheSpec, KVType
 from noria.backends.cost.backend import CostBackend
 from noria.backends.cpu import _native
@@ -27,6 +29,7 @@ from noria.backends.torch.backend import TorchBackend
 from noria.config import EngineConfig
 from noria.core.engine import Engine
 from noria.core.plan import PlanRow, RowResult, StepPlan
+from noria.core.sequence import Sequence as Sequence_
 from noria.models import rope
 from noria.models.spec import layer_groups
 from noria.runner.ledger import blocks_for
@@ -50,6 +53,7 @@ class Circumstances:
     threshold: int = 0
     prefix_caching: bool = False
     policy: Literal["fcfs", "priority"] = "fcfs"
+    draft_errors: float | None = None  # share of wrong drafts of the needles; None: no drafts
     depth: int = 0
     threads: int = 1
     tier: str = "auto"
@@ -156,6 +160,7 @@ def circumstances(trial: int, tiers: Sequence[str], size: Scale = SHORT, **fixed
         prefix_caching=rng.random() < 0.8,
         policy=rng.choice(("fcfs", "priority", "priority")),
         depth=rng.choice((0, 0, 1)),
+        draft_errors=rng.choice((None, 0.0, 0.3, 1.0)),
         threads=1 + trial % 3,
         tier=tiers[trial % len(tiers)],
         arrivals=tuple(sorted(arrivals, key=lambda a: a[0])),
@@ -163,9 +168,21 @@ def circumstances(trial: int, tiers: Sequence[str], size: Scale = SHORT, **fixed
     )
 
 
-def run(loaded: tiny.Loaded, make_backend: Callable[[Circumstances], Backend], given: Circumstances) -> Run:
-    """Serve the arrivals to the end, the needles' transcripts recorded."""
+def run(
+    loaded: tiny.Loaded,
+    make_backend: Callable[[Circumstances], Backend],
+    given: Circumstances,
+    expected: Mapping[tuple[int, int], Transcript] | None = None,
+) -> Run:
+    """Serve the arrivals to the end, the needles' transcripts recorded. What is `expected` of them serves as drafts."""
     engine = _engine(loaded, make_backend(given), given)
+    if expected is not None and given.draft_errors is not None:
+
+        def outcome(sequence: Sequence_) -> Sequence[int]:
+            whole = expected.get((sequence.request.request_id, sequence.index))
+            return () if whole is None else (*sequence.request.prompt, *whole.tokens)
+
+        Adversary(engine, outcome, given.draft_errors, seed=given.threads)
     waiting = list(given.arrivals)
     result = Run({})
     step = 0
@@ -264,7 +281,7 @@ def test_a_request_gets_the_same_bits_in_any_company(family: str, format_name: s
     expected = alone(loaded, on_cpu)
     for trial in range(8):
         given = circumstances(trial, TIERS)
-        assert run(loaded, on_cpu, given).transcripts == expected, given
+        assert run(loaded, on_cpu, given, expected).transcripts == expected, given
 
 
 @pytest.mark.slow
@@ -277,7 +294,7 @@ def test_long_sequences_too(family: str, format_name: str, kv_dtype: str) -> Non
     expected = alone(loaded, on_cpu, LONG, kv_dtype=kv_dtype)
     for trial in range(6):
         given = circumstances(trial, TIERS, LONG, kv_dtype=kv_dtype)
-        assert run(loaded, on_cpu, given).transcripts == expected, given
+        assert run(loaded, on_cpu, given, expected).transcripts == expected, given
 
 
 def test_the_trials_reach_what_they_are_meant_to() -> None:
@@ -319,5 +336,8 @@ def test_drafts_are_verified_with_the_bits_of_plain_decoding(family: str) -> Non
         plain = sampled([prefill, *decodes])
     drafts = tuple(r.tokens[0] for r in plain[:6])
     verified = sampled([prefill, PlanRow(row=0, start=50, count=6, tokens=drafts, samples=6)])[1]
+    wrong = (*drafts[:3], drafts[3] ^ 1, *drafts[4:])
+    cut = sampled([prefill, PlanRow(row=0, start=50, count=6, tokens=wrong, samples=6)])[1]
+    assert (cut.tokens, cut.logprobs) == (verified.tokens[:3], verified.logprobs[:3])
     assert verified.tokens == tuple(r.tokens[0] for r in plain[1:])
     assert verified.logprobs == tuple(r.logprobs[0] for r in plain[1:])

@@ -118,15 +118,16 @@ def test_named_tokens_are_scored_beside_each_sampled_one() -> None:
     assert inputs.draws.logit_row.tolist() == [0, 1, 0, 0, 1, 1, 2, 2]
     assert inputs.draws.num_top.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert [lists_of(inputs.draws, "history", "tokens", d) for d in (2, 5)] == [[], []]
+    draft = int(rows.tokens[0, 3])
     drawn = Drawn(
-        token=np.array([7, 8, 30, 40, 30, 40, 9, 6], np.int32),
+        token=np.array([draft, 8, 30, 40, 30, 40, 9, 6], np.int32),
         logprob=-np.arange(8, dtype=np.float32),
         top_tokens=np.full((8, 1), 9, np.int32),
         top_logprobs=np.full((8, 1), -6.0, np.float32),
     )
     named, other = row_results(StepPlan(step=0, rows=plan), draws, drawn, rows)
-    assert named.tokens == (7, 8)
-    assert named.logprobs == (TokenLogprobs(7, 0.0, (30, 40), (-2.0, -3.0)), TokenLogprobs(8, -1.0, (30, 40), (-4.0, -5.0)))
+    assert named.tokens == (draft, 8)
+    assert named.logprobs == (TokenLogprobs(draft, 0.0, (30, 40), (-2.0, -3.0)), TokenLogprobs(8, -1.0, (30, 40), (-4.0, -5.0)))
     assert other.logprobs == (TokenLogprobs(9, -6.0, (9,), (-6.0,)), TokenLogprobs(6, -7.0, (9,), (-6.0,)))
 
 
@@ -263,3 +264,20 @@ def test_the_tables_follow_the_plan() -> None:
     rows.free(0)
     rows.take(new_row(0))
     assert [t[0].tolist() for t in rows.block_tables] == [[1, 2, 0, 0], [3, 0, 0, 0]]
+
+
+def test_a_wrong_draft_ends_what_counts() -> None:
+    """Red when tokens behind a refuted draft are returned, or the token that refutes it is not."""
+    rows = make_rows(new_row(0))
+    first, second = int(rows.tokens[0, 2]), int(rows.tokens[0, 3])
+    plan = (PlanRow(row=0, start=1, count=3, tokens=(), samples=3),)
+    _, draws = build(rows, *plan)
+    for tokens, count in (((first, second, 9), 3), ((first, second + 1, 9), 2), ((first + 1, second, 9), 1)):
+        drawn = Drawn(
+            token=np.array(tokens, np.int32),
+            logprob=np.zeros(3, np.float32),
+            top_tokens=np.zeros((3, 0), np.int32),
+            top_logprobs=np.zeros((3, 0), np.float32),
+        )
+        (result,) = row_results(StepPlan(step=0, rows=plan), draws, drawn, rows)
+        assert result.tokens == tokens[:count]

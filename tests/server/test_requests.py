@@ -103,7 +103,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
-    ("prediction", {"type": "content"}),
+    ("prediction", {"type": "content"}),  # completions have none; a chat's needs its content
     ("logits_processors", ["x"]),
     ("bad_words", ["x"]),
     ("service_tier", "flex"),

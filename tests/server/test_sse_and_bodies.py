@@ -25,7 +25,9 @@ def sent(chunks: AsyncGenerator[bytes], **options: Any) -> list[dict[str, Any]]:
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    asyncio.run(EventStream(chunks, on_disconnect=lambda: None, **options)({"type": "http"}, receive, send))
+    asyncio.run(
+        EventStream(chunks, on_disconnect=lambda: None, **options)({"type": "http", "path": "/v1/completions"}, receive, send)
+    )
     return messages
 
 

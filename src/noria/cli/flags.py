@@ -28,6 +28,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * SUFFIXES[match[2].upper()])
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object; its keys are checked with the other settings."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object: {error}") from None
+
+
 def add_flags(parser: argparse.ArgumentParser, *structs: type[msgspec.Struct]) -> None:
     """One flag a field, grouped by struct, and `--config`. EngineConfig.model is positional."""
     parser.add_argument("--config", metavar="FILE", help="JSON or TOML file with any of the settings below")
@@ -79,6 +87,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: inspect.Field) -> None:
             group.add_argument(flag, type=int, metavar="N", **options)
         case inspect.FloatType():
             group.add_argument(flag, type=float, metavar="X", **options)
+        case inspect.StructType():
+            group.add_argument(flag, type=parse_object, metavar="JSON", **options)
         case inspect.VarTupleType():
             group.add_argument(flag, nargs="+", action="extend", metavar="TEXT", **options)
         case inspect.StrType():

@@ -144,6 +144,6 @@ def _check_sequence(sequence: Sequence, cache: KVCache) -> Iterator[str]:
         reach = max(0, computed - window + 1) // BLOCK_SIZE if window else 0
         if nulls > reach or any(blocks[:nulls]) or not all(blocks[nulls:]):
             yield f"group {group} lacks a block that a query can see, or has one that none can: {blocks}"
-    for group, waste in enumerate(cache.waste(kv, computed, sequence.in_flight)):
+    for group, waste in enumerate(cache.waste(kv, computed, max(sequence.in_flight, sequence.furthest - computed))):
         if not 0 <= waste < BLOCK_SIZE * (2 if cache.windows[group] else 1):
             yield f"group {group} wastes {waste} places"

@@ -138,12 +138,12 @@ class CostModel:
 class Room:
     """What a step has left for prefill: tokens of its budget, and seconds until the target of its decodes."""
 
-    __slots__ = ("_chunks", "_costs", "_seconds", "tokens")
+    __slots__ = ("_chunks", "_costs", "seconds", "tokens")
 
     def __init__(self, costs: CostModel, tokens: int, seconds: float = inf) -> None:
         self.tokens = tokens
         self._costs = costs
-        self._seconds = seconds
+        self.seconds = seconds
         self._chunks = 0
 
     @classmethod
@@ -158,9 +158,9 @@ class Room:
         A chunk that time cuts short ends between two blocks where it can.
         """
         most = min(most, self.tokens)
-        if self._seconds == inf or most <= 0:
+        if self.seconds == inf or most <= 0:
             return max(most, 0)
-        count = self._costs.chunk_within(self._seconds, start, most)
+        count = self._costs.chunk_within(self.seconds, start, most)
         if count == most:
             return count
         count = (start + count) // BLOCK_SIZE * BLOCK_SIZE - start
@@ -172,5 +172,5 @@ class Room:
         """A chunk got its place."""
         self.tokens -= count
         self._chunks += 1
-        if self._seconds != inf:
-            self._seconds -= self._costs.chunk_seconds(start, count)
+        if self.seconds != inf:
+            self.seconds -= self._costs.chunk_seconds(start, count)

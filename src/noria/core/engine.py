@@ -27,6 +27,7 @@ from noria.core.prices import Prices
 from noria.core.queue import WaitingQueue
 from noria.core.scheduler import Entry, Scheduler, Step, bind
 from noria.core.sequence import Sequence, State
+from noria.core.speculate import Speculator
 from noria.kv.cache import KVCache
 from noria.models.spec import LayerGroup
 from noria.types import (
@@ -122,6 +123,8 @@ class Engine:
             raise NoriaError(
                 f"{num_blocks - 1} KV blocks hold no sequence: raise --kv-cache-memory-bytes or lower --max-num-batched-tokens"
             )
+        costs = CostModel(prices)
+        self.speculator = Speculator(config.speculative_config, costs)
         self.queue = WaitingQueue(config.scheduling_policy, config.max_num_queued_reqs)
         self.scheduler = Scheduler(
             self.cache,
@@ -130,8 +133,9 @@ class Engine:
             max_tokens=budget,
             max_chunk=chunk,
             max_len=self.max_model_len,
-            costs=CostModel(prices),
+            costs=costs,
             itl_target=config.itl_target_ms / 1000,
+            speculator=self.speculator,
         )
         self.records: dict[int, RequestRecord] = {}
         self.constraints: Constraints | None = None  # the shell's; without it constrained requests are refused
@@ -232,6 +236,9 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
+            spec_drafts=self.speculator.drafts,
+            spec_draft_tokens=self.speculator.draft_tokens,
+            spec_accepted_tokens=self.speculator.accepted_tokens,
             finished=dict(self._finished),
         )
 
@@ -339,6 +346,7 @@ class Engine:
             raise RuntimeError(f"the runner answered step {result.step} when asked for step {step.plan.step}")
         now = self._clock()
         scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
+        self.speculator.cost.learn(step.work, result.seconds)
         scheduler.costs.learn(step.work, result.seconds)
         self._step_tokens += step.work.tokens
         self._iterations[(step.work.tokens - 1).bit_length()] += 1
@@ -347,7 +355,9 @@ class Engine:
             sequence.in_flight -= entry.count
             sequence.computed = entry.end
             sequence.pending -= entry.samples
-            if entry.end >= sequence.kv.due:
+            if entry.samples > 1:
+                self._verify(entry, row)
+            elif entry.end >= sequence.kv.due:
                 commit(sequence.kv, sequence.tokens, entry.end)
             if row.prompt_logprobs:
                 sequence.prompt_logprobs += row.prompt_logprobs
@@ -355,12 +365,37 @@ class Engine:
             if sequence.state is not State.FINISHED:
                 if entry.streams:
                     self._draw_choices(entry, row, now)
+                elif entry.samples > 1:
+                    outputs.append(self._accept_run(sequence, row, now))
                 elif entry.samples:
                     outputs.append(self._accept(sequence, row.tokens[0], row.logprobs, now))
                 elif entry.end == sequence.limit:  # max_tokens is 0: a prompt to be scored, not continued
                     self._finish_scored(sequence, row.embedding, now)
             if sequence.state is not State.RUNNING:
                 scheduler.settle(sequence)
+
+    def _verify(self, entry: Entry, row: RowResult) -> None:
+        """Commit the KV of accepted drafts; that of the others lies beyond what is computed, and will be written again."""
+        sequence, accepted = entry.sequence, len(row.tokens) - 1
+        self.speculator.verified(entry.samples - 1, accepted)
+        sequence.computed -= entry.samples - 1 - accepted
+        sequence.sent += accepted
+        if sequence.computed >= sequence.kv.due:
+            self.cache.commit(sequence.kv, [*sequence.tokens, *row.tokens[:accepted]], sequence.computed)
+
+    def _accept_run(self, sequence: Sequence, row: RowResult, now: float) -> SequenceOutput:
+        """Accepted drafts and the token behind them, one after the other, until one of them ends the choice."""
+        made = []
+        for place, token in enumerate(row.tokens):
+            made.append(self._accept(sequence, token, row.logprobs[place : place + 1], now))
+            if sequence.state is State.FINISHED:
+                break
+        return msgspec.structs.replace(
+            made[-1],
+            tokens=tuple([token for output in made for token in output.tokens]),
+            logprobs=tuple([entry for output in made for entry in output.logprobs]),
+            prompt_logprobs=made[0].prompt_logprobs,
+        )
 
     def _accept(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...], now: float) -> SequenceOutput:
         """One more token of a choice, and its end if that is it."""
@@ -450,6 +485,7 @@ class Engine:
             cache_miss=sequence.cache_miss,
             phases=tuple(sequence.parts),
             preemptions=sequence.preemptions,
+            predicted_tokens=self.speculator.foreseen(sequence),
         )
 
     def _finish_scored(self, sequence: Sequence, embedding: bytes, now: float) -> None:
@@ -482,6 +518,7 @@ class Engine:
                     cache_miss=sequence.cache_miss,
                     phases=tuple(sequence.parts),
                     preemptions=sequence.preemptions,
+                    predicted_tokens=self.speculator.foreseen(sequence) if sequence.index == index else 0,
                 )
             )
         return outputs

@@ -5,6 +5,12 @@
     |-- KV committed --|-- this step's chunk --|-- later steps' chunks --|
                        ^ start                 ^ the last `samples` positions of the chunk are sampled
 
+With drafts, the last `samples` - 1 ids of the chunk are guesses. A token is drawn behind each of the last `samples` positions;
+the result has those up to and with the first that is not the next position's draft:
+
+    chunk      t  d1 d2 d3        samples = 4, drafts d1 d2 d3
+    drawn      d1 d2 x  y         result d1 d2 x: the KV of d3 is garbage beyond what is computed, and is written again
+
 A plan is a value: it names rows, blocks and token counts, holds no reference to engine state, and can be written to disk
 and replayed. Rows are places in the runner's tables, in [0, max_num_seqs); a sequence keeps its row while it runs.
 """
@@ -39,7 +45,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     count: int  # tokens in the chunk, at least 1
     tokens: tuple[int, ...]  # the chunk's ids that the runner has not seen yet (last sampled token, drafts); usually 0 or 1
     new_blocks: tuple[tuple[int, ...], ...] = ()  # by layer group: block ids appended to the row's table; () is none at all
-    samples: int = 0  # 0: nothing sampled (an inner chunk of a prompt); k: one token after each of the last k positions
+    samples: int = 0  # 0: nothing sampled (an inner chunk of a prompt); k: a token behind the chunk and k - 1 drafts before it
     masked: bool = False  # the row's draws take only tokens of masks that are asked for after launch: one for each sample
     streams: tuple[int, ...] = ()  # more choices drawn from the last position (n > 1): one further token for each stream
     prompt_logprobs_from: int | None = None  # positions >= this in the chunk report the logprob of the next prompt token
@@ -66,7 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What was sampled for one PlanRow: `samples` tokens, then one for each further stream."""
+    """What was sampled for one PlanRow: accepted drafts and the token behind them, then one for each further stream."""
 
     row: int
     tokens: tuple[int, ...] = ()

@@ -1,11 +1,12 @@
 """The scheduler: which tokens of which sequences the next step computes, within one token budget.
 
-A step is planned in three passes over one budget of tokens, and, beside decodes, over the time that is left until their target
+A step is planned in four passes over one budget of tokens, and, beside decodes, over the time that is left until their target
 (`core/costs.py`):
 
     1. decodes       every running sequence with one token left to compute gets it, or loses its place to make room
     2. prefills      running sequences with more left get a chunk, in the policy's order
     3. admissions    waiting sequences get a row and a first chunk, in the policy's order, if all they know will fit
+    4. drafts        decodes get guesses to verify, out of what the others left (`core/speculate.py`)
 
 Memory decides between sequences only through `_grow` (pass 1 and 2: somebody is preempted) and `_fits` (pass 3: wait).
 
@@ -25,6 +26,7 @@ from noria.core.growth import Growth
 from noria.core.plan import NewRow, PlanRow, RowResult, StepPlan
 from noria.core.queue import WaitingQueue
 from noria.core.sequence import Sequence, State
+from noria.core.speculate import Bargain, Speculator
 from noria.core.victims import choose_victim, inherited, worst
 from noria.kv.cache import Blocks, Hit, KVCache
 from noria.kv.keys import BLOCK_SIZE
@@ -97,11 +99,13 @@ class Scheduler:
         max_len: int,
         costs: CostModel | None = None,
         itl_target: float = 0.0,
+        speculator: Speculator | None = None,
     ) -> None:
         """`itl_target`: the most seconds that a step with decodes should take, by `costs`; 0: as long as its tokens take."""
         self.cache = cache
         self.queue = queue
         self.costs = costs or CostModel()
+        self.speculator = speculator or Speculator(None, self.costs)
         self.growth = Growth(len(cache.full_groups), max_len)
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.background: dict[Sequence, None] = {}  # those of the running that are background
@@ -133,6 +137,7 @@ class Scheduler:
             room.tokens = 0
         if (room.tokens > 0 and self.free_rows) or self.cache.marks:
             self._admit(room, planned, now)
+        self._plan_drafts(planned, room)
         return self._step(planned) if planned else None
 
     def _plan_decodes(self, planned: list[Planned], now: float) -> list[Sequence]:
@@ -143,6 +148,8 @@ class Scheduler:
                 continue  # the victim of one before it
             start = sequence.computed + sequence.in_flight
             pending = sequence.pending
+            if pending > 1 or (pending and self.speculator.waits(sequence)):
+                continue  # with drafts in flight its length is not known; and with good guesses it waits for the last token
             known = len(sequence.tokens) + pending
             if known - start > 1:
                 prefills.append(sequence)
@@ -183,6 +190,31 @@ class Scheduler:
                 planned.append((sequence, start, count, blocks))
                 room.take(start, count)
 
+    def _plan_drafts(self, planned: list[Planned], room: Room) -> None:
+        """Give decodes drafts, out of tokens, blocks and time that nobody else has a use for."""
+        left = self._max_tokens - sum([count for _, _, count, _ in planned])
+        if left <= 0 or not (self.speculator.active or any(s.request.prediction for s, *_ in planned)):
+            return
+        decodes = [start for _, start, count, _ in planned if count == 1]
+        context = sum(decodes) + len(decodes)
+        bargain = Bargain(self.speculator.cost, Work(len(decodes), context, context, len(decodes)), room.seconds)
+        for place, (sequence, start, count, blocks) in enumerate(planned):
+            if count > 1 or sequence.pending or sequence.streams or start + 1 != len(sequence.tokens):
+                continue
+            most = min(left, self._max_chunk - 1, sequence.limit - len(sequence.tokens) - 1, self._places(sequence, start))
+            drafts = self.speculator.drafts_for(sequence, most, bargain) if most > 0 else ()
+            if drafts:
+                more = self.cache.allocate(sequence.kv, start + 1 + len(drafts)) or ()
+                sequence.drafts = drafts
+                planned[place] = (sequence, start, 1 + len(drafts), _joined(blocks, more))
+                left -= len(drafts)
+
+    def _places(self, sequence: Sequence, start: int) -> int:
+        """How many drafts behind `start` have places in blocks: a new block, if all running sequences could have one."""
+        groups, kv = len(self.cache.windows), sequence.kv
+        spare = BLOCK_SIZE if self.cache.pool.available > groups * (len(self.running) + len(self.leaving)) else 0
+        return kv.capacity + spare - start - 1
+
     def _grow(self, sequence: Sequence, upto: int, now: float) -> Blocks | None:
         """Blocks for positions [.., upto), preempting for them; None: it waits for blocks in flight, or was the victim."""
         while True:
@@ -209,9 +241,13 @@ class Scheduler:
             if sequence in fresh:
                 sequence.sent, blocks = known, ()  # its NewRow has them
             total = known + sequence.pending
-            samples = 1 if end == total and total < sequence.limit else 0
+            drafts = sequence.drafts
+            samples = 1 + len(drafts) if end - len(drafts) == total and total < sequence.limit else 0
             tokens: tuple[int, ...] = ()
-            if end > known:
+            if drafts:
+                tokens = (*sequence.tokens[sequence.sent :], *drafts)
+                sequence.sent, sequence.drafts = known, ()
+            elif end > known:
                 late.append((len(rows), sequence.slot))
                 sequence.sent = end
             elif end > sequence.sent:
@@ -226,6 +262,7 @@ class Scheduler:
             work_logits += samples
             sequence.slot = len(rows)
             sequence.in_flight += count
+            sequence.furthest = max(sequence.furthest, end)
             sequence.pending += samples
             rows.append(
                 PlanRow(
@@ -400,8 +437,15 @@ class Scheduler:
         self.cache.free(sequence.kv)
         if sequence.state is State.LEAVING:
             sequence.state = State.WAITING
-            sequence.computed = sequence.sent = 0
+            sequence.computed = sequence.sent = sequence.furthest = 0
             self.queue.push(sequence)
+
+
+def _joined(blocks: Blocks, more: Blocks) -> Blocks:
+    """What two allocations gave, by group."""
+    if not blocks or not more:
+        return blocks or more
+    return tuple([(*old, *new) for old, new in zip(blocks, more, strict=True)])
 
 
 def _new_row(sequence: Sequence) -> NewRow:

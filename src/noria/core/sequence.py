@@ -12,6 +12,7 @@ from __future__ import annotations
 from enum import Enum
 
 from noria.core.constraint import Constraint
+from noria.core.drafter import Drafter
 from noria.kv.cache import Table
 from noria.kv.keys import BLOCK_SIZE
 from noria.types import EngineRequest, Phase, TokenLogprobs
@@ -41,6 +42,9 @@ class Sequence:
         "cached_tokens",
         "computed",
         "constraint",
+        "drafter",
+        "drafts",
+        "furthest",
         "in_flight",
         "index",
         "kv",
@@ -80,6 +84,9 @@ class Sequence:
         self.pending = 0
         self.sent = 0  # tokens that the runner has, or will have when the plans in flight are bound
         self.slot = 0  # its place in the rows of the last plan
+        self.drafter: Drafter | None = None  # made when it first decodes, if it has sources of drafts
+        self.drafts: tuple[int, ...] = ()  # of the step that is being planned
+        self.furthest = 0  # end of the positions that were ever in flight since it runs: its blocks go so far
         self.streams = tuple(range(1, params.n))  # choices still to be drawn from the last prompt position
         self.kv = kv
         self.state = State.WAITING

@@ -137,6 +137,9 @@ class _EngineCollector(Collector):
         ("num_preemptions", "times a running sequence gave its blocks back", "preemptions"),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", "prefix_queries"),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", "prefix_hits"),
+        ("spec_decode_num_drafts", "times that drafts of a sequence were verified", "spec_drafts"),
+        ("spec_decode_num_draft_tokens", "draft tokens that were verified", "spec_draft_tokens"),
+        ("spec_decode_num_accepted_tokens", "draft tokens that were accepted", "spec_accepted_tokens"),
         ("engine_steps", "steps the engine ran", "steps"),
     )
 

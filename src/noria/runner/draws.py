@@ -242,10 +242,12 @@ def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> t
     seen = 0  # hidden states of the rows before
     for planned, place, top, prompt_top in zip(plan.rows, draws.rows, tops, prompt_tops, strict=True):
         row, middle = planned.row, place.first + place.scored
-        end = middle + place.sampled
+        behind = end = middle + place.sampled
+        if planned.samples > 1:
+            end = middle + _verified(planned, tokens[middle:behind], rows)
         logprobs = _logprobs(drawn, middle, end, top)
         if place.named:
-            logprobs = _with_named(logprobs, drawn, end, place.named // len(rows.named[row]), rows.named[row])
+            logprobs = _with_named(logprobs, drawn, behind, place.named // len(rows.named[row]), rows.named[row])
         embedding = b""
         if place.hidden:
             embedding = rows.pool(row, drawn.hidden[seen : seen + place.hidden], planned.start + planned.count)
@@ -260,6 +262,14 @@ def row_results(plan: StepPlan, draws: StepDraws, drawn: Drawn, rows: Rows) -> t
             )
         )
     return tuple(results)
+
+
+def _verified(planned: PlanRow, drawn: list[int], rows: Rows) -> int:
+    """How many of a row's drawn tokens count: those equal to their drafts, and the first that is not, or has no draft."""
+    end = planned.start + planned.count
+    drafts = rows.tokens[planned.row, end - planned.samples + 1 : end].tolist()
+    pairs = zip(drawn, drafts, strict=False)
+    return next((place for place, (token, draft) in enumerate(pairs, 1) if token != draft), planned.samples)
 
 
 def _with_named(

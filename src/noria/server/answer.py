@@ -98,6 +98,8 @@ class Answer:
         self.cache_miss = ""  # why no more of the prompt was
         self.phases: tuple[float, ...] = ()
         self.preemptions = 0
+        self.predicted_tokens = 0  # of ended choices, that the request's prediction foresaw
+        self.unused_prediction_tokens = 0  # of the prediction, that ended choices did not say
         self.reason = FinishReason.STOP  # how the choice that ended last did
         self._open = params.n  # choices that the engine has not closed
         self._unended = params.n  # choices that have no end in the text either
@@ -152,6 +154,8 @@ class Answer:
             self.cache_miss = output.cache_miss
             self.phases = output.phases
             self.preemptions += output.preemptions
+            self.predicted_tokens += output.predicted_tokens
+            self.unused_prediction_tokens += max(0, len(self.request.prediction) - output.predicted_tokens)
         choice = self._choices[output.index]
         if choice.ended:
             return None

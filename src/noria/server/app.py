@@ -112,7 +112,7 @@ class Probes:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -122,7 +122,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         text = f"{request.method} is not allowed here"
     else:
         text = "there is no such endpoint" if error.status_code == 404 else str(error.detail)
-    response = error_response(RequestError(text, status=error.status_code))
+    response = error_response(RequestError(text, status=error.status_code), request.scope)
     response.headers.update(error.headers or {})
     if error.status_code == 405:
         response.headers["Allow"] = ", ".join(_allowed(request))
@@ -137,4 +137,4 @@ def _allowed(request: Request) -> list[str]:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     """A bug of ours: Starlette logs its trace, the client learns nothing of our insides."""
-    return error_response(RequestError("internal error; the server's log has the details", status=500))
+    return error_response(RequestError("internal error; the server's log has the details", status=500), request.scope)

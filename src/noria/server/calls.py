@@ -21,6 +21,7 @@ from noria.server.requests import (
     Body,
     ChatBody,
     CompletionBody,
+    PredictedContent,
     TokenizeBody,
     prompts_of,
     sampling_params,
@@ -94,7 +95,10 @@ def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: f
     if plan.grammar is not None:
         params = msgspec.structs.replace(params, structured_output=plan.grammar)
         check_params(params, served.facts.vocab_size, control_ids=served.text.tokenizer.control_ids)
-    answer = Answer(served.text.tokenizer, _engine_request(context, served, body, ids, params, arrival), plan=plan.parse)
+    request = _engine_request(context, served, body, ids, params, arrival)
+    if body.prediction is not None:
+        request = msgspec.structs.replace(request, prediction=_predicted_ids(served, body.prediction))
+    answer = Answer(served.text.tokenizer, request, plan=plan.parse)
     shape = ChatShape(
         served.text.tokenizer,
         top=top,
@@ -111,6 +115,8 @@ def _generation(context: ServerContext, served: Served, body: Body, answers: Seq
         if body.length_penalty != 1.0:
             raise RequestError("length_penalty needs use_beam_search: true", param="length_penalty")
         return Generation(served.client, served.metrics, answers)
+    if isinstance(body, ChatBody) and body.prediction is not None:
+        raise RequestError("prediction cannot be used with use_beam_search; leave one of them out", param="prediction")
     check_beams(answers[0].request.params, answers[0].request.stop_ids, body.length_penalty)
     return BeamGeneration(
         served.client,
@@ -124,13 +130,20 @@ def _generation(context: ServerContext, served: Served, body: Body, answers: Seq
     )
 
 
+def _predicted_ids(served: Served, prediction: PredictedContent) -> tuple[int, ...]:
+    """The ids of a predicted text, as far as an answer could have them. No text of it stands for a control token."""
+    ids = served.text.tokenizer.encode(prediction.text(), add_special_tokens=False, parse_special=False)
+    return tuple(ids[: served.facts.max_model_len])
+
+
 def prompt_size(body: Body) -> int:
     """Characters that have to be tokenised, roughly: what decides between the event loop and a thread."""
     if isinstance(body, CompletionBody):
         return _text_size(body.prompt)
     assert isinstance(body, ChatBody)
+    predicted = 0 if body.prediction is None else len(body.prediction.text())
     tools = INLINE_CHARACTERS + 1 if body.tools else 0  # to be checked, rendered and made a grammar of
-    return tools + sum(_text_size(message.get("content")) for message in body.messages)
+    return predicted + tools + sum(_text_size(message.get("content")) for message in body.messages)
 
 
 def _text_size(value: Any) -> int:

@@ -91,8 +91,10 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> l
     return positions
 
 
-def usage(prompt: int, completion: int, cached: int, *, reasoning: int = 0) -> dict[str, Any]:
-    """Token counts of a request: the prompt once, all choices' tokens, and those of them that are reasoning."""
+def usage(
+    prompt: int, completion: int, cached: int, *, reasoning: int = 0, predicted: int = 0, unused_prediction: int = 0
+) -> dict[str, Any]:
+    """Token counts of a request: the prompt once, all choices' tokens, those that are reasoning, those a prediction foresaw."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -100,8 +102,8 @@ def usage(prompt: int, completion: int, cached: int, *, reasoning: int = 0) -> d
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": reasoning,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": predicted,
+            "rejected_prediction_tokens": unused_prediction,
         },
     }
 

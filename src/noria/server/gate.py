@@ -49,7 +49,7 @@ class Gate:
         try:
             self._admit(scope, exchange, work=work)
         except RequestError as error:
-            await error_response(error)(scope, receive, tagged)
+            await error_response(error, scope)(scope, receive, tagged)
             self._done(scope, exchange)
             return
         enter(exchange)

@@ -11,7 +11,7 @@ import contextvars
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -107,6 +107,10 @@ class OpenAI:
         """A request body as a call that is ready to run. Raises RequestError."""
         arrival = time.monotonic()
         body, unknown = await self._off_loop(len(data), lambda: parse_body(data, kind))
+        return await self.call_of(body, unknown, arrival)
+
+    async def call_of(self, body: ChatBody | CompletionBody, unknown: Sequence[str], arrival: float) -> tuple[Served, Call]:
+        """A checked body as a call that is ready to run; `unknown` are the fields that were ignored. Raises RequestError."""
         served = self._context.require(body.model)
         if unknown:
             served.metrics.ignored_fields(len(unknown))
@@ -254,8 +258,14 @@ async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:
 
 
 def _usage(generation: Generation | BeamGeneration) -> dict[str, Any]:
-    reasoning = sum(answer.reasoning_tokens for answer in generation.answers)
-    return usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens, reasoning=reasoning)
+    return usage(
+        generation.prompt_tokens,
+        generation.completion_tokens,
+        generation.cached_tokens,
+        reasoning=sum(answer.reasoning_tokens for answer in generation.answers),
+        predicted=sum(answer.predicted_tokens for answer in generation.answers),
+        unused_prediction=sum(answer.unused_prediction_tokens for answer in generation.answers),
+    )
 
 
 def _head(served: Served, call: Call, kind: str) -> dict[str, Any]:

@@ -125,6 +125,24 @@ class CompletionBody(Body, kw_only=True):
     add_special_tokens: bool = True
 
 
+class TextPart(msgspec.Struct, kw_only=True):
+    """A part of a predicted content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedContent(msgspec.Struct, kw_only=True):
+    """What the answer may say: where it does, it comes several tokens at a time. It changes no token."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -135,6 +153,7 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    prediction: PredictedContent | None = None
     # Checked by `noria.server.tools`.
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from noria.server.errors import error_object, error_response
+from noria.server.errors import error_of, error_response
 from noria.types import RequestError
 
 KEEPALIVE_S = 3.0  # something this often, while there are no tokens to send, keeps proxies from cutting the connection
@@ -27,6 +27,11 @@ def event(content: Any) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """One event whose name is its `type`."""
+    return f"event: {content['type']}\n".encode() + event(content)
+
+
 async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> None:
     """Call `on_disconnect` when the client has gone; the request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
@@ -39,13 +44,22 @@ class EventStream:
 
     `chunks` yields what is to be written, ready encoded. Nothing is sent before its first item or the first keep-alive, so
     that an engine's refusal is still an ordinary error response; later errors are an `error` event. `keepalive` is sent while
-    there is nothing else, before the first token and between tokens; it must mean nothing to the dialect's clients.
+    there is nothing else, before the first token and between tokens; it must mean nothing to the dialect's clients. `end` is
+    what closes the stream.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes], *, on_disconnect: Callable[[], None], keepalive: bytes = COMMENT) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes],
+        *,
+        on_disconnect: Callable[[], None],
+        keepalive: bytes = COMMENT,
+        end: bytes = DONE,
+    ) -> None:
         self._chunks = chunks
         self._on_disconnect = on_disconnect
         self._keepalive = keepalive
+        self._end = end
         self._started = False
         self._wrote = 0.0
         self._writing = asyncio.Lock()
@@ -68,10 +82,10 @@ class EventStream:
                 await self._write(send, chunk)
         except RequestError as error:
             if not self._started:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
-            await self._write(send, b"event: error\n" + event(error_object(error)))
-        await self._write(send, DONE, more=False)
+            await self._write(send, b"event: error\n" + event(error_of(error, scope)))
+        await self._write(send, self._end, more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._writing:

@@ -1,0 +1,142 @@
+"""How many drafts are worth it, and what an engine does with them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from simulated import LAPTOP, Simulation
+
+from fakes import FULL, Adversary, ConstantRunner, make_engine, make_request, run
+from noria.config import EngineConfig
+from noria.core.costs import CostModel, Work
+from noria.core.drafter import Drafter
+from noria.core.lookup import OwnText
+from noria.core.prices import Prices
+from noria.core.speculate import Bargain
+from noria.core.verification import VerificationCost
+from noria.types import ConfigError
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8}
+
+
+def bargain(prices: Prices, running: int, seconds: float = 1.0) -> Bargain:
+    return Bargain(VerificationCost(CostModel(prices)), Work(running, running * 100, running * 100, running), seconds)
+
+
+def test_drafts_are_taken_where_tokens_are_nearly_free() -> None:
+    """Red when a run of likely drafts is cut though each further one raises the rate."""
+    assert bargain(LAPTOP, 1).worth(100, [0.9**i for i in range(1, 9)]) == 8
+
+
+def test_no_drafts_where_the_step_is_bound_by_its_tokens() -> None:
+    """Red when drafts that come true half of the time displace work that always counts."""
+    dear = Prices(start=1e-4, tokens=1e-3, pairs=1e-9, context=1e-9, logits=1e-5)
+    assert bargain(dear, 32).worth(100, [0.5, 0.25]) == 0
+
+
+def test_unlikely_drafts_are_not_worth_a_token() -> None:
+    """Red when the odds do not count."""
+    assert bargain(LAPTOP, 1).worth(100, [0.05, 0.0025]) == 0
+
+
+def test_drafts_keep_to_the_time_that_is_left() -> None:
+    """Red when drafts push a step beyond the target of its decodes."""
+    assert bargain(LAPTOP, 1, seconds=0.0).worth(100, [0.9, 0.8]) == 0
+
+
+def test_a_sequence_stops_and_begins_again() -> None:
+    """Red when wrong guesses do not lower the odds, or when only drafted guesses are judged: then odds never recover."""
+    tokens = [1, 2, 3, 4] * 8
+    drafter = Drafter([OwnText(tokens, len(tokens))], {}, len(tokens))
+    before = drafter.propose(2)[1][0]
+    for other in range(30):
+        tokens += [1, 2, 50 + other]
+        drafter.follow(tokens)
+    tokens += [1, 2]
+    drafter.follow(tokens)
+    low = drafter.propose(2)[1]
+    assert not low or low[0] < before / 2
+    tokens += [3, 4, 1, 2] * 12
+    drafter.follow(tokens)
+    assert drafter.propose(2)[1][0] > before * 0.9
+
+
+def test_a_measured_cost_is_believed_and_an_outlier_is_not() -> None:
+    """Red when a tile's step in the cost stays unknown, or a single slow step ends speculation."""
+    cost = VerificationCost(CostModel(LAPTOP))
+    work = Work(7, 700, 700, 7)
+    expected = cost.seconds(work)
+    for _ in range(60):
+        cost.learn(work, 2 * expected)
+    assert cost.seconds(work) == pytest.approx(2 * expected, rel=0.05)
+    cost.learn(work, 1000 * expected)
+    assert cost.seconds(work) < 2.2 * expected
+    cost.learn(Work(64, 700, 700, 1), 1e3)  # a part of a prompt teaches nothing
+    assert cost.seconds(Work(64, 700, 700, 64)) == pytest.approx(2 * CostModel(LAPTOP).seconds(Work(64, 700, 700, 64)), rel=0.2)
+
+
+def test_a_looping_stream_is_several_times_as_fast_and_equal() -> None:
+    """Red when drafts are not made, not accepted, or cost more steps than they save."""
+    times = []
+    for config in (None, NGRAM):
+        simulation = Simulation(LAPTOP, **({} if config is None else {"speculative_config": config}))
+        request = make_request(8, max_tokens=200)
+        simulation.run([(0.0, request)])
+        assert len(simulation.times[request.request_id]) == 200
+        times.append(simulation.times[request.request_id][-1] - simulation.arrivals[request.request_id])
+    assert times[0] > 3 * times[1]
+
+
+def test_counters_and_a_limit_inside_a_run() -> None:
+    """Red when accepted drafts run over max_tokens, or are not counted."""
+    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), speculative_config=NGRAM)
+    request = make_request([7] * 20, max_tokens=30)
+    collector = run(engine, request)
+    assert collector.of(request).tokens == (7,) * 30
+    stats = engine.stats()
+    assert 0 < stats.spec_accepted_tokens <= stats.spec_draft_tokens
+    assert stats.steps + stats.spec_accepted_tokens == 30
+    assert stats.generated_tokens == 30
+
+
+def test_a_stop_id_inside_accepted_drafts_ends_the_choice() -> None:
+    """Red when tokens behind a stop are handed out."""
+    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), speculative_config=NGRAM)
+    request = make_request([7] * 20, max_tokens=30, min_tokens=5, stop_ids=(7,))
+    choice = run(engine, request).of(request)
+    assert (choice.tokens, choice.stop_token) == ((7,) * 6, 7)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prediction_is_used_without_any_setting(depth: int) -> None:
+    """Red when predictions need a setting, never draft while steps overlap, or are counted by load."""
+    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), async_depth=depth)
+    request = make_request(20, max_tokens=40, prediction=(7,) * 35)
+    choice = run(engine, request).of(request)
+    assert choice.tokens == (7,) * 40
+    assert choice.predicted_tokens == 35
+    assert engine.stats().spec_accepted_tokens > 10
+
+
+def test_drafts_take_nothing_from_a_prompt() -> None:
+    """Red when drafts are given tokens of the budget before prefill is."""
+    for drafting in (False, True):
+        engine, runner = make_engine(max_num_batched_tokens=20, num_blocks=200)
+        if drafting:
+            Adversary(engine, lambda sequence: [7] * 500, 1.0, seed=1)
+        first, second = make_request(4, max_tokens=40), make_request(range(200), max_tokens=2)
+        engine.add(first)
+        engine.step()
+        engine.step()
+        engine.add(second)
+        engine.step()
+        prompt_row = next(row for row in runner.plans[-1].rows if row.start == 0)
+        assert prompt_row.count == 19
+
+
+def test_a_draft_model_and_unknown_keys_are_refused() -> None:
+    """Red when a method that does nothing is accepted, or a key is ignored."""
+    with pytest.raises(ConfigError, match="draft model"):
+        make_engine(speculative_config={"method": "draft_model"})
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.convert({"model": "m", "speculative_config": {"method": "ngram", "tokens": 3}}, EngineConfig)
