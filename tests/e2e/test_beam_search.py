@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import RunningServer
+from harness import RunningServer, until
 from tiny_text import IM_END, write_tokenizer
 
 import tiny
@@ -88,7 +89,8 @@ def test_the_references_end_in_every_way(beams: Beams) -> None:
 def test_beams_over_http(beams: Beams, tmp_path: Path) -> None:
     """Red when HTTP samples instead of searching, counts other tokens, or delivers other beams in a stream, or by text."""
     flags = ("--quantization", "f32", "--kv-cache-dtype", "f32", "--kv-cache-memory-bytes", "16M")
-    with RunningServer.real(str(beams.folder), *flags, log=tmp_path / "log") as server:
+    access = tmp_path / "access.jsonl"
+    with RunningServer.real(str(beams.folder), *flags, "--access-log", str(access), log=tmp_path / "log") as server:
         expected, _ = beams.reference(PROMPTS[0], 4, 12, 1.0)
         body = server.completion([*map(list, PROMPTS)], n=4, best_of=4, use_beam_search=True, max_tokens=12)
         body |= {"return_token_ids": True, "logprobs": 2, "echo": True}
@@ -97,6 +99,8 @@ def test_beams_over_http(beams: Beams, tmp_path: Path) -> None:
         assert [choice["token_ids"] for choice in out["choices"][:4]] == expected
         assert out["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in out["choices"])
         assert out["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+        until(lambda: access.exists() and access.read_text())
+        assert json.loads(access.read_text().splitlines()[0])["prompt_tokens"] == sum(map(len, PROMPTS))  # once, not a round
         logprobs = out["choices"][0]["logprobs"]
         assert len(logprobs["tokens"]) == len(PROMPTS[0]) + len(expected[0])
         assert logprobs["token_logprobs"][0] is None
@@ -112,6 +116,7 @@ def test_beams_over_http(beams: Beams, tmp_path: Path) -> None:
         server.ok("/v1/completions", server.completion("abc", n=2, use_beam_search=True, **stop))
         refused = {"n": {"n": 19}, "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "stop": {"stop": ["a"]}}
         refused |= {"length_penalty": {"length_penalty": 99.0}, "logit_bias": {"logit_bias": {"5": 1}}}
+        refused |= {"response_format": {"response_format": {"type": "json_object"}}, "min_tokens": {"min_tokens": 1}}
         for param, fields in refused.items():
             server.refused("/v1/completions", server.completion("abc", use_beam_search=True, **fields), param=param)
         server.refused("/v1/completions", server.completion("abc", length_penalty=2.0), param="length_penalty")

@@ -394,3 +394,12 @@ def test_unknown_fields_are_ignored_and_counted(server: RunningServer) -> None:
     before = server.metric("noria_unknown_fields_total")
     server.complete("x", brand_new_field=1, another={"a": 1}, metadata={"k": "v"}, user="u", store=False)
     assert server.metric("noria_unknown_fields_total") == before + 2
+
+
+def test_echo_shows_what_is_left_of_a_truncated_prompt(server: RunningServer) -> None:
+    """Red when the whole text is echoed beside the tokens and offsets of its end."""
+    body = server.completion("abcdef", truncate_prompt_tokens=2, echo=True, logprobs=1, max_tokens=2)
+    (choice,) = server.ok("/v1/completions", body)["choices"]
+    assert choice["text"].startswith("ef")
+    assert choice["logprobs"]["tokens"][:2] == ["e", "f"]
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]

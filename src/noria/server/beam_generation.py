@@ -16,6 +16,7 @@ from noria.observe.timeline import timeline
 from noria.server.answer import Answer
 from noria.server.beams import BeamSearch
 from noria.server.client import EngineClient
+from noria.server.exchange import current_exchange
 from noria.server.generation import Deltas, Generation
 from noria.text.tokenizer import Tokenizer
 from noria.types import FinishReason, RequestError, SamplingParams, TokenLogprobs
@@ -64,6 +65,7 @@ class BeamGeneration:
         self._client = client
         self._metrics = metrics
         self._tokenizer = tokenizer
+        self._exchange = current_exchange()
         self._next_request_id = next_request_id
         self._arrival = answers[0].request.arrival
         self._deadline = None if timeout_s is None else self._arrival + timeout_s
@@ -81,7 +83,7 @@ class BeamGeneration:
             first = True
             while not self._aborted and (open_prompts := [p for p in self._prompts if not p.search.done]):
                 await self._run_round(open_prompts, first=first)
-                first = False
+                first, self._exchange.prompts_counted = False, True
             if not self._aborted:
                 yield [delta for position, prompt in enumerate(self._prompts) for delta in self._show(position, prompt)]
         except RequestError as error:

@@ -129,8 +129,10 @@ def check_beams(params: SamplingParams, stop_ids: Sequence[int], length_penalty:
     """Raise RequestError for what beam search cannot honour. `params` are checked for everything else."""
     default = SamplingParams()
     for name in params.__struct_fields__:
-        if name not in ALLOWED and getattr(params, name) != getattr(default, name):
-            raise RequestError(f"{name} cannot be used with beam search; leave it out", param=name)
+        same = getattr(params, name) == getattr(default, name) or (name == "top_k" and params.top_k == -1)
+        if name not in ALLOWED and not same:
+            field = "response_format" if name == "structured_output" else name
+            raise RequestError(f"{field} cannot be used with beam search; leave it out", param=field)
     if params.temperature not in (0.0, 1.0):
         raise RequestError("beam search does not sample: leave temperature out, or set it to 0", param="temperature")
     if params.max_tokens == 0:

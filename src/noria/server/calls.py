@@ -66,7 +66,7 @@ def completion_call(context: ServerContext, served: Served, body: CompletionBody
             Answer(
                 served.text.tokenizer,
                 _engine_request(context, served, body, ids, params, arrival),
-                text=prompt if isinstance(prompt, str) else None,
+                text=prompt if isinstance(prompt, str) and body.truncate_prompt_tokens is None else None,
                 echo=body.echo,
                 offsets=body.logprobs is not None,
             )

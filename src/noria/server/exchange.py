@@ -32,6 +32,7 @@ class Exchange:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.cache_miss = ""  # why the block behind those was not in the cache
+        self.prompts_counted = False  # what is sent from now on goes on from prompts that are counted already
         self._arrival: float | None = None  # of the engine's first request: its phases begin here
         self._first_token: float | None = None
         self._phases: tuple[float, ...] = ()
@@ -47,6 +48,8 @@ class Exchange:
     def sent(self, arrival: float, prompt_tokens: int) -> None:
         """A prompt goes to the engine."""
         self._arrival = arrival if self._arrival is None else self._arrival
+        if self.prompts_counted:
+            return
         self.prompt_tokens += prompt_tokens
         self.caller.limits.spend(prompt_tokens, time.monotonic())
 
@@ -60,8 +63,9 @@ class Exchange:
     def finished(self, phases: tuple[float, ...], cached_tokens: int, cache_miss: str) -> None:
         """The engine finished a request; `phases` in seconds."""
         self._phases = phases
-        self.cached_tokens += cached_tokens
-        self.cache_miss = cache_miss
+        if not self.prompts_counted:
+            self.cached_tokens += cached_tokens
+            self.cache_miss = cache_miss
 
     def seconds(self) -> float:
         """From the first byte of the request until now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,8 @@ class Intake:
 
     async def read(self, request: Request, kind: type[B]) -> tuple[Served, B]:
         """The served model that the body asks for, and the body. Raises RequestError."""
-        body, unknown = parse_body(await read_body(request, self.context.config.max_body_bytes), kind)
+        data = await read_body(request, self.context.config.max_body_bytes)
+        body, unknown = await self.off_loop(len(data), lambda: parse_body(data, kind))
         served = self.context.require(body.model)
         if unknown:
             served.metrics.ignored_fields(len(unknown))
@@ -60,7 +62,8 @@ class Intake:
         """Do `work` over `size` characters here if that is short, else in a thread: other streams go on meanwhile."""
         if size <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        run = contextvars.copy_context().run  # the thread works for the same exchange
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work)
 
 
 async def unless_left(request: Request, abort: Callable[[], None], work: Awaitable[T]) -> T:
