@@ -154,6 +154,8 @@ def test_in_the_background(client: openai.OpenAI) -> None:
         ({"reasoning": {"effort": "huge"}}, "reasoning"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template": "x"}}, "chat_template"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(client: openai.OpenAI, fields: Any, param: str) -> None:

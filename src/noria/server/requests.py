@@ -207,6 +207,7 @@ REFUSED: Mapping[str, Callable[[object], bool]] = {
     "mcp_servers": _only([]),
     "container": _never,
     "chat_template": _never,  # a template is a program: only the operator's is run
+    "chat_template_kwargs": _only({}),  # chat has them
     "documents": _only([]),
     "prompt_embeds": _never,
     "mm_processor_kwargs": _never,
