@@ -241,7 +241,7 @@ class Adversary:
     def __call__(self, sequence: Any, most: int, bargain: object) -> tuple[int, ...]:
         known = len(sequence.tokens)
         right = self._outcome(sequence)[known : known + self._random.randint(0, most)]
-        return tuple([token + 1 if self._random.random() < self._error else token for token in right])
+        return tuple([abs(token - 1) if self._random.random() < self._error else token for token in right])  # in the vocabulary
 
 
 def make_engine(
