@@ -80,6 +80,15 @@ def test_a_forced_tool_and_its_result(client: anthropic.Anthropic) -> None:
     assert after.stop_reason in ("end_turn", "max_tokens")
 
 
+def test_an_answer_that_has_begun_goes_on(client: anthropic.Anthropic, server: RunningServer) -> None:
+    """Red if a last message of the assistant is closed and answered, or comes back as part of the answer."""
+    turns: Any = [*HELLO, {"role": "assistant", "content": "Hello, my"}]
+    made: Any = client.messages.create(model="m", max_tokens=8, messages=turns, extra_body={"temperature": 0}).content
+    body = {"model": "m", "max_tokens": 8, "temperature": 0, "messages": turns}
+    wanted = server.ok("/v1/chat/completions", {**body, "add_generation_prompt": False, "continue_final_message": True})
+    assert "".join(block.text for block in made) == wanted["choices"][0]["message"]["content"]
+
+
 def test_errors_have_the_clients_classes(client: anthropic.Anthropic, server: RunningServer) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="nobody", max_tokens=1, messages=HELLO)
@@ -107,6 +116,8 @@ IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_sequences": ["x"] * 40}, "stop_sequences"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "input_schema"),
         ({"mcp_servers": [{"url": "http://127.0.0.1"}]}, "mcp_servers"),
     ],
 )

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from noria.server.answer import Delta
-from noria.server.anthropic import CountBody, MessagesBody, chat_body
+from noria.server.anthropic import CountBody, MessagesBody, as_sent, chat_body
 from noria.server.calls import Call, chat_ids
 from noria.server.context import ServerContext
 from noria.server.errors import JSON
@@ -24,7 +24,7 @@ from noria.server.openai import OpenAI
 from noria.server.sse import EventStream, named_event
 from noria.server.tools import tool_use
 from noria.text.events import CallArguments, CallStart, Content, Event, Reasoning
-from noria.types import FinishReason
+from noria.types import FinishReason, RequestError
 
 PING = named_event({"type": "ping"})
 
@@ -40,7 +40,10 @@ class Messages:
         """POST /v1/messages."""
         arrival = time.monotonic()
         body, unknown = await self._openai.read(request, MessagesBody)
-        _, call = await self._openai.call_of(chat_body(body), unknown, arrival)
+        try:
+            _, call = await self._openai.call_of(chat_body(body), unknown, arrival)
+        except RequestError as error:
+            raise as_sent(error, body) from None
         if body.stream:
             return EventStream(_events(call), on_disconnect=call.generation.abort, keepalive=PING, end=b"")
         return JSON(await unless_left(request, call.generation.abort, _collect(call)))
@@ -50,7 +53,10 @@ class Messages:
         body, _ = await self._openai.read(request, CountBody)
         served = self._context.require(body.model)
         chat = chat_body(body)
-        shown = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls).shown
+        try:
+            shown = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls).shown
+        except RequestError as error:
+            raise as_sent(error, body) from None
         ids = await self._openai.off_loop(
             sum(len(str(message)) for message in chat.messages),
             lambda: chat_ids(served, chat, chat.reasoning_effort, tools=shown, limit=None),
