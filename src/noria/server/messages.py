@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from noria.server.answer import Delta
 from noria.server.anthropic import CountBody, MessagesBody, as_sent, chat_body
-from noria.server.calls import Call, chat_ids
+from noria.server.calls import Call, chat_ids, prompt_size
 from noria.server.context import ServerContext
 from noria.server.errors import JSON
 from noria.server.intake import unless_left
@@ -58,7 +58,7 @@ class Messages:
         except RequestError as error:
             raise as_sent(error, body) from None
         ids = await self._openai.off_loop(
-            sum(len(str(message)) for message in chat.messages),
+            prompt_size(chat),
             lambda: chat_ids(served, chat, chat.reasoning_effort, tools=shown, limit=None),
         )
         return JSON({"input_tokens": len(ids)})
