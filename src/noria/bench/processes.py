@@ -1,0 +1,53 @@
+"""What the processes of a server use, as Linux counts it: processor time, memory, threads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from noria.types import ConfigError
+
+_TICKS = 100.0 if not hasattr(os, "sysconf") else float(os.sysconf("SC_CLK_TCK"))
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """Of one process: seconds of processor time since it began, its share of memory in bytes, threads."""
+
+    pid: int
+    seconds: float
+    memory: int  # proportional set size: pages that processes share are divided between them
+    threads: int
+
+
+def check_supported() -> None:
+    """ConfigError where the system does not tell these figures."""
+    if not Path("/proc/self/smaps_rollup").exists():
+        raise ConfigError("this needs Linux, whose /proc tells what a process uses")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that have not ended."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return sorted(found)
+
+
+def process_use(pid: int) -> ProcessUse:
+    """The figures of a process now. ProcessLookupError if it has ended."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        lines = (folder / "smaps_rollup").read_text().splitlines()
+    except FileNotFoundError:
+        raise ProcessLookupError(pid) from None
+    user, system, threads = int(fields[11]), int(fields[12]), int(fields[17])
+    kib = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return ProcessUse(pid, (user + system) / _TICKS, kib * 1024, threads)
+
+
+def server_use(pid: int) -> tuple[ProcessUse, ProcessUse]:
+    """Of a server's two processes: the HTTP process `pid`, and the engine, which it started first."""
+    return process_use(pid), process_use(children(pid)[0])
