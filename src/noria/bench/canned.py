@@ -25,7 +25,8 @@ from noria.server.wire import EngineFacts, Located
 from noria.types import ConfigError
 
 if TYPE_CHECKING:
-    from noria.server.engine_process import LoadedEngine, Report
+    from noria.server.engine_process import Report
+    from noria.server.loading import LocalEngine
 
 RATE = "NORIA_CANNED_RATE"  # in the environment: tokens a second; 0: as fast as the engine can
 
@@ -62,7 +63,7 @@ class CannedRunner:
         """There is nothing to free."""
 
 
-def load_engine(config: EngineConfig, report: Report) -> LoadedEngine:
+def load_engine(config: EngineConfig, report: Report) -> LocalEngine:
     """The factory of the engine process. Raises LoadError or ConfigError."""
     from noria.backends.base import BLOCK_SIZE
     from noria.bench.text import load_corpus

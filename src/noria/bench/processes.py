@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from noria.bench.report import Figures
 from noria.types import ConfigError
 
 _TICKS = 100.0 if not hasattr(os, "sysconf") else float(os.sysconf("SC_CLK_TCK"))
@@ -51,3 +52,12 @@ def process_use(pid: int) -> ProcessUse:
 def server_use(pid: int) -> tuple[ProcessUse, ProcessUse]:
     """Of a server's two processes: the HTTP process `pid`, and the engine, which it started first."""
     return process_use(pid), process_use(children(pid)[0])
+
+
+def shares(before: tuple[ProcessUse, ProcessUse], after: tuple[ProcessUse, ProcessUse], wall: float) -> Figures:
+    """Both processes between two looks, `wall` seconds apart: per cent of one core, and memory at the end in MB."""
+    figures: Figures = {}
+    for name, then, now in zip(("server", "engine"), before, after, strict=True):
+        figures[f"{name}_cpu_percent"] = 100 * (now.seconds - then.seconds) / wall
+        figures[f"{name}_memory_mb"] = now.memory / 1e6
+    return figures

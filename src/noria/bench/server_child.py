@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,11 +44,17 @@ class Stage:
 class ServerChild:
     """A server with these settings on a free port. Use as a context manager: entering waits until it serves.
 
-    `command` is the module to run and its first arguments. Entering raises LoadError if the server does not start.
+    `command` is the module to run and its first arguments; `on_stage` is told the stages of the start. Entering raises
+    LoadError if the server does not start.
     """
 
     def __init__(
-        self, config: EngineConfig, *, command: tuple[str, ...] = SERVE, environment: Mapping[str, str] | None = None
+        self,
+        config: EngineConfig,
+        *,
+        command: tuple[str, ...] = SERVE,
+        environment: Mapping[str, str] | None = None,
+        on_stage: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.stages: list[Stage] = []  # of the start
         self.model = ""  # the name that it answers to
@@ -57,6 +63,7 @@ class ServerChild:
         self._config = config
         self._command = command
         self._environment = environment or {}
+        self._on_stage = on_stage
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._told = threading.Event()  # it serves, or its log has ended
 
@@ -105,6 +112,7 @@ class ServerChild:
                 self._last.append(line.rstrip().removeprefix("noria: "))
             elif "  " not in found[1]:  # a line of the memory ledger's table is no stage
                 self.stages.append(Stage(found[1], now))
+                self._on_stage(found[1])
             served = _SERVED.search(line)
             if served:
                 self.model, self.url = served[1], served[2]
