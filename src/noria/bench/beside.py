@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from noria.bench.workload import random_words
+from noria.bench.workload import Prompt, random_words
 from noria.types import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 KINDS = ("plain", "grammar", "flood")
 Beside = tuple[tuple[str, int], ...]  # kind and how many at once
+Flood = Callable[[random.Random], Prompt]  # makes the prompts of a flood
 
 ANSWER_TOKENS = 256
 PROMPT_WORDS = 48
@@ -67,40 +68,43 @@ def parse_beside(texts: list[str]) -> Beside:
 
 
 @asynccontextmanager
-async def running_beside(client: HttpClient, model: str, beside: Beside, flood_tokens: int) -> AsyncGenerator[None]:
+async def running_beside(client: HttpClient, model: str, beside: Beside, flood: Flood) -> AsyncGenerator[None]:
     """Keep these requests running inside the block; at its end they are cut off. The first that fails ends the block."""
     async with asyncio.TaskGroup() as group:
         tasks = []
         number = 0
         for kind, count in beside:
             for _ in range(count):
-                tasks.append(group.create_task(_repeat(client, model, kind, flood_tokens, number)))
+                tasks.append(group.create_task(_repeat(client, model, kind, flood, number)))
                 number += 1
         yield
         for task in tasks:
             task.cancel()
 
 
-async def _repeat(client: HttpClient, model: str, kind: str, flood_tokens: int, number: int) -> None:
+async def _repeat(client: HttpClient, model: str, kind: str, flood: Flood, number: int) -> None:
     import orjson
 
     rng = random.Random(number)
     while True:
-        path, body = request(kind, rng, flood_tokens)
+        path, body = _request(kind, rng, flood)
         await client.post(path, orjson.dumps({"model": model, "stream": True, **body}), _read)
 
 
-def request(kind: str, rng: random.Random, flood_tokens: int) -> tuple[str, dict[str, Any]]:
-    """(path, body without the model) of another request of a kind. A flood's prompt is token ids of any vocabulary."""
+def _request(kind: str, rng: random.Random, flood: Flood) -> tuple[str, dict[str, Any]]:
+    """(path, body without the model) of another request of a kind."""
     if kind == "flood":
-        prompt = [rng.randrange(1000, 30000) for _ in range(flood_tokens)]
-        return "/v1/completions", {"prompt": prompt, "max_tokens": 1}
+        return "/v1/completions", {"prompt": flood(rng), "max_tokens": 1}
     messages = [{"role": "user", "content": random_words(rng, PROMPT_WORDS)}]
     body: dict[str, Any] = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0.8}
     if kind == "plain":
         return "/v1/chat/completions", body | {"ignore_eos": True}
-    schema = {"name": "answer", "strict": True, "schema": rng.choice(SCHEMAS)}
-    return "/v1/chat/completions", body | {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return "/v1/chat/completions", body | {"response_format": random_schema(rng)}
+
+
+def random_schema(rng: random.Random) -> dict[str, Any]:
+    """A `response_format` with one of the schemas."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": rng.choice(SCHEMAS)}}
 
 
 def _read(line: bytes) -> None:

@@ -194,7 +194,8 @@ async def _against_http(arguments: argparse.Namespace, url: str, beside: Beside)
     try:
         name = arguments.model_name or await _first_model(client)
         target = ServerTarget(client, model=name, endpoint=arguments.endpoint, ignore_eos=ignores_eos(arguments))
-        async with running_beside(client, name, beside, arguments.flood_len):
+        ids = random_ids(arguments.vocab_size)
+        async with running_beside(client, name, beside, lambda rng: ids(rng, arguments.flood_len)):
             return name, await _measure(target, sessions, arguments)
     finally:
         client.close()

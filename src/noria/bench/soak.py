@@ -27,7 +27,7 @@ from noria.bench.flags import (
     tell,
     write_json,
 )
-from noria.bench.workload import random_words
+from noria.bench.workload import joined, random_ids, random_words
 from noria.types import ConfigError, NoriaError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--abort-share", type=float, default=0.2, metavar="P", help="clients that leave early, 0 to 1 [0.2]")
     group.add_argument("--max-input-len", type=int, default=512, metavar="N", help="prompt tokens are 64 to N [512]")
     group.add_argument("--max-output-len", type=int, default=256, metavar="N", help="output tokens are 32 to N [256]")
+    group.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="prompt ids are drawn below this [32000]")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same traffic [0]")
     judged = parser.add_argument_group("verdict")
     judged.add_argument("--sample-s", type=float, default=5.0, metavar="S", help="seconds between two looks [5]")
@@ -173,6 +174,7 @@ class Soak:
         self._pid = pid
         self._arguments = arguments
         self._random = random.Random(arguments.seed)
+        self._ids = random_ids(arguments.vocab_size)
         self._counts = Counts()
 
     async def run(self) -> tuple[Counts, list[Sample], dict[str, float]]:
@@ -218,7 +220,7 @@ class Soak:
 
     def _request(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
         """(path, body without the model) of a random request."""
-        from noria.bench.beside import SCHEMAS
+        from noria.bench.beside import random_schema
 
         weights, kinds = zip(*MIX, strict=True)
         (kind,) = rng.choices(kinds, weights)
@@ -228,15 +230,13 @@ class Soak:
         if kind in ("chat", "grammar", "logprobs"):
             body["messages"] = [{"role": "user", "content": random_words(rng, length // 2)}]
             if kind == "grammar":
-                schema = {"name": "answer", "strict": True, "schema": rng.choice(SCHEMAS)}
-                body["response_format"] = {"type": "json_schema", "json_schema": schema}
+                body["response_format"] = random_schema(rng)
             if kind == "logprobs":
                 body |= {"logprobs": True, "top_logprobs": 5}
             return "/v1/chat/completions", body
-        prompt = [rng.randrange(1000, 30000) for _ in range(length)]
+        prompt = self._ids(rng, length)
         if kind == "prefix":
-            common = random.Random(rng.randrange(PREFIXES))
-            prompt[: length // 2] = [common.randrange(1000, 30000) for _ in range(length // 2)]
+            prompt = joined(self._ids(random.Random(rng.randrange(PREFIXES)), length // 2), prompt)
         return "/v1/completions", body | {"prompt": prompt, "n": rng.randint(2, 4) if kind == "choices" else 1}
 
     async def _look(self, client: HttpClient, samples: list[Sample]) -> None:

@@ -8,6 +8,7 @@ The engine dies: every open request is told, then exit code 1.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -165,6 +166,7 @@ class Server:
         await context.batches.start()
         for line in facts.ledger:
             self._stage(line)
+        gc.freeze()  # what was loaded stays: no collection between two tokens need visit it
         self._announce(names[0], chat=text.template is not None)
 
     @property
