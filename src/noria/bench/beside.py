@@ -69,24 +69,25 @@ def parse_beside(texts: list[str]) -> Beside:
 
 @asynccontextmanager
 async def running_beside(client: HttpClient, model: str, beside: Beside, flood: Flood) -> AsyncGenerator[None]:
-    """Keep these requests running inside the block; at its end they are cut off. The first that fails ends the block."""
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        number = 0
-        for kind, count in beside:
-            for _ in range(count):
-                tasks.append(group.create_task(_repeat(client, model, kind, flood, number)))
-                number += 1
+    """Keep these requests running inside the block; at its end they are cut off. Raises NoriaError then if one failed."""
+    kinds = [kind for kind, count in beside for _ in range(count)]
+    tasks = [asyncio.create_task(_repeat(client, model, kind, flood, number)) for number, kind in enumerate(kinds)]
+    try:
         yield
         for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _repeat(client: HttpClient, model: str, kind: str, flood: Flood, number: int) -> None:
     import orjson
 
     rng = random.Random(number)
-    while True:
+    while True:  # until it is cancelled, or fails
         path, body = _request(kind, rng, flood)
         await client.post(path, orjson.dumps({"model": model, "stream": True, **body}), _read)
 

@@ -107,13 +107,15 @@ def run(arguments: argparse.Namespace) -> int:
     beside = parse_beside(arguments.beside)
     if arguments.base_url is None:
         _refuse_url_flags(arguments)
+    elif arguments.http or arguments.model is not None:
+        hint = "leave out --http" if arguments.http else "name the model to ask for with --model"
+        raise ConfigError(f"{'--http' if arguments.http else arguments.model}: with --base-url, {hint}")
     if arguments.http:
         name, (times, seconds), uses = _against_server(arguments, beside)
     else:
         uses = {}
-        name, (times, seconds) = uvloop.run(
-            _against_url(arguments, beside) if arguments.base_url else _against_engine(arguments)
-        )
+        url = arguments.base_url
+        name, (times, seconds) = uvloop.run(_against_http(arguments, url, beside) if url else _against_engine(arguments))
     for error in sorted({t.error for t in times if t.error})[:SHOWN_ERRORS]:
         tell(f"failed: {error}")
     figures = summary(times, seconds, objectives=objectives, metrics=metrics, percentiles=percentiles)
@@ -155,13 +157,6 @@ def _refuse_url_flags(arguments: argparse.Namespace) -> None:
         raise ConfigError("--endpoint is for a server: give its --base-url, or --http")
     if arguments.beside:
         raise ConfigError("--beside is for a server: give its --base-url, or --http")
-
-
-async def _against_url(arguments: argparse.Namespace, beside: Beside) -> tuple[str, Measured]:
-    if arguments.model is not None or arguments.http:
-        hint = "leave out --http" if arguments.model is None else "name the model to ask for with --model"
-        raise ConfigError(f"{arguments.model or '--http'}: with --base-url, {hint}")
-    return await _against_http(arguments, arguments.base_url, beside)
 
 
 def _against_server(arguments: argparse.Namespace, beside: Beside) -> tuple[str, Measured, Figures]:
