@@ -8,7 +8,6 @@ The engine dies: every open request is told, then exit code 1.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -138,6 +137,7 @@ class Server:
         from noria.server.exchange import stamped
         from noria.server.judge import Judge
         from noria.server.loading import TextOptions, start
+        from noria.server.settle import settle
         from noria.text.grammar import vocabulary_of
         from noria.weights.hub import cache_directory
 
@@ -166,7 +166,7 @@ class Server:
         await context.batches.start()
         for line in facts.ledger:
             self._stage(line)
-        gc.freeze()  # what was loaded stays: no collection between two tokens need visit it
+        settle()
         self._announce(names[0], chat=text.template is not None)
 
     @property
