@@ -14,11 +14,16 @@ _TICKS = 100.0 if not hasattr(os, "sysconf") else float(os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """Of one process: seconds of processor time since it began, its share of memory in bytes, threads."""
+    """Of one process: seconds of processor time since it began, memory in bytes, threads.
+
+    `memory` divides pages between all processes that share them, so it adds up; but it moves when another program opens the
+    same weights. `resident` counts all pages of this process whole.
+    """
 
     pid: int
     seconds: float
-    memory: int  # proportional set size: pages that processes share are divided between them
+    memory: int  # proportional set size
+    resident: int
     threads: int
 
 
@@ -45,8 +50,8 @@ def process_use(pid: int) -> ProcessUse:
     except FileNotFoundError:
         raise ProcessLookupError(pid) from None
     user, system, threads = int(fields[11]), int(fields[12]), int(fields[17])
-    kib = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return ProcessUse(pid, (user + system) / _TICKS, kib * 1024, threads)
+    sizes = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss:", "Rss:"))}
+    return ProcessUse(pid, (user + system) / _TICKS, sizes["Pss"], sizes["Rss"], threads)
 
 
 def server_use(pid: int) -> tuple[ProcessUse, ProcessUse]:

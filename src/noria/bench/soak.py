@@ -72,8 +72,8 @@ class Sample:
     capacity: float  # tokens that the KV pool holds
 
     @property
-    def memory(self) -> int:
-        return sum(process.memory for process in self.processes)
+    def resident(self) -> int:
+        return sum(process.resident for process in self.processes)
 
     @property
     def threads(self) -> int:
@@ -140,7 +140,7 @@ def verdict(samples: list[Sample], gauges: dict[str, float], tolerance: float) -
         return faults
     quarter = len(full) // 4
     first, last = full[:quarter], full[-quarter:]
-    growth = 100 * (_mean(s.memory for s in last) / _mean(s.memory for s in first) - 1)
+    growth = 100 * (_mean(s.resident for s in last) / _mean(s.resident for s in first) - 1)
     tell(f"memory once the pool was full: {growth:+.2f} %")
     if growth > tolerance:
         faults.append(f"memory grew by {growth:.2f} % after the KV pool had filled")
@@ -159,7 +159,7 @@ def table(samples: list[Sample]) -> str:
     rows: list[tuple[str, ...]] = [("seconds", "server MB", "engine MB", "others MB", "threads", "pool")]
     for sample in samples[:: max(1, len(samples) // SHOWN)]:
         server, engine, *others = sample.processes
-        memory = (server.memory, engine.memory, sum(p.memory for p in others))
+        memory = (server.resident, engine.resident, sum(p.resident for p in others))
         pool = "full" if sample.filled else f"{sample.computed / sample.capacity:.0%}"
         rows.append((f"{sample.at:.0f}", *(f"{m / 1e6:.1f}" for m in memory), str(sample.threads), pool))
     return columns(rows)
