@@ -9,8 +9,6 @@ from pathlib import Path
 from noria.bench.report import Figures
 from noria.types import ConfigError
 
-_TICKS = 100.0 if not hasattr(os, "sysconf") else float(os.sysconf("SC_CLK_TCK"))
-
 
 @dataclass(frozen=True)
 class ProcessUse:
@@ -51,7 +49,7 @@ def process_use(pid: int) -> ProcessUse:
         raise ProcessLookupError(pid) from None
     user, system, threads = int(fields[11]), int(fields[12]), int(fields[17])
     sizes = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss:", "Rss:"))}
-    return ProcessUse(pid, (user + system) / _TICKS, sizes["Pss"], sizes["Rss"], threads)
+    return ProcessUse(pid, (user + system) / os.sysconf("SC_CLK_TCK"), sizes["Pss"], sizes["Rss"], threads)
 
 
 def server_use(pid: int) -> tuple[ProcessUse, ProcessUse]:

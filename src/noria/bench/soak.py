@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(faults) or "no leak was found")
     if arguments.output_json:
         rows = [
-            {"at": s.at, "memory": [p.memory for p in s.processes], "threads": [p.threads for p in s.processes]}
+            {"at": s.at, "resident": [p.resident for p in s.processes], "threads": [p.threads for p in s.processes]}
             for s in samples
         ]
         result = {"samples": rows, "gauges": gauges, "faults": faults, **vars(counts)}
