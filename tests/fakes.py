@@ -107,6 +107,9 @@ class FakeRunner:
         self._outstanding = ticket
         return ticket
 
+    def mask(self, fill: Callable[[int, int], None]) -> None:
+        """What it draws needs no masks."""
+
     def wait(self, ticket: FakeTicket) -> StepResult:
         assert self._outstanding is ticket
         self._outstanding = None

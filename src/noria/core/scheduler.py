@@ -193,7 +193,7 @@ class Scheduler:
     def _plan_drafts(self, planned: list[Planned], room: Room) -> None:
         """Give decodes drafts, out of tokens, blocks and time that nobody else has a use for."""
         left = self._max_tokens - sum([count for _, _, count, _ in planned])
-        if left <= 0 or not (self.speculator.active or any(s.request.prediction for s, *_ in planned)):
+        if left <= 0 or not any(map(self.speculator.serves, [sequence for sequence, *_ in planned])):
             return
         decodes = [start for _, start, count, _ in planned if count == 1]
         context = sum(decodes) + len(decodes)

@@ -15,12 +15,13 @@ from __future__ import annotations
 from noria.config import SpeculativeConfig
 from noria.core.costs import CostModel, Work
 from noria.core.drafter import Drafter, Tally
+from noria.core.forced import Forced
 from noria.core.lookup import OwnText, Prediction, Source
 from noria.core.sequence import Sequence
 from noria.core.verification import VerificationCost
 from noria.types import ConfigError
 
-PREDICTED = 16  # drafts at once from a prediction, where no setting says how many
+UNASKED = 16  # drafts at once from a prediction or a grammar, where no setting says how many
 _LEAST_GAIN = 1.02  # of the rate; less would be lost in what is not predicted
 
 
@@ -54,7 +55,7 @@ class Bargain:
 
 
 class Speculator:
-    """Proposes drafts for the sequences of one engine. `config` None: only from predictions."""
+    """Proposes drafts for the sequences of one engine. `config` None: only from predictions and grammars."""
 
     def __init__(self, config: SpeculativeConfig | None, costs: CostModel) -> None:
         """ConfigError for a method that this engine has not."""
@@ -64,22 +65,31 @@ class Speculator:
         self.drafts = 0  # rows that had some
         self.draft_tokens = 0
         self.accepted_tokens = 0
-        self.active = config is not None  # for every sequence, not only for those with a prediction
-        self._most = PREDICTED if config is None else config.num_speculative_tokens
+        self.active = config is not None  # for every sequence, not only for those with a prediction or a grammar
+        self._most = UNASKED if config is None else config.num_speculative_tokens
         self._tallies: dict[str, Tally] = {}
+
+    def serves(self, sequence: Sequence) -> bool:
+        """Whether a sequence has sources of drafts."""
+        return self.active or sequence.constraint is not None or bool(sequence.request.prediction)
 
     def drafter(self, sequence: Sequence) -> Drafter | None:
         """The drafter of a sequence that decodes, up to date; None if it is to have none."""
+        if not self.serves(sequence):
+            return None
         if sequence.drafter is None:
-            prediction = Prediction(sequence.request.prediction) if sequence.request.prediction else None
-            sources: list[Source] = [] if prediction is None else [prediction]
-            if self.active:
-                sources.append(OwnText(sequence.tokens, sequence.prompt_length))
-            if not sources:
-                return None
-            sequence.drafter = Drafter(sources, self._tallies, sequence.prompt_length, prediction)
+            sequence.drafter = self._new_drafter(sequence)
         sequence.drafter.follow(sequence.tokens)
         return sequence.drafter
+
+    def _new_drafter(self, sequence: Sequence) -> Drafter:
+        prediction = Prediction(sequence.request.prediction) if sequence.request.prediction else None
+        sources: list[Source] = [] if prediction is None else [prediction]
+        if sequence.constraint is not None:
+            sources.append(Forced(sequence.constraint))
+        if self.active:
+            sources.append(OwnText(sequence.tokens, sequence.prompt_length))
+        return Drafter(sources, self._tallies, sequence.prompt_length, prediction)
 
     def drafts_for(self, sequence: Sequence, most: int, bargain: Bargain) -> tuple[int, ...]:
         """The drafts of one row, at most `most`: the one place where proposals come from."""
@@ -91,8 +101,6 @@ class Speculator:
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence with a token in flight should wait for it, as good guesses can go on from there."""
-        if not self.active and not sequence.request.prediction:
-            return False
         drafter = self.drafter(sequence)
         return drafter is not None and drafter.eager
 
