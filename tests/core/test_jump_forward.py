@@ -85,7 +85,7 @@ def test_several_tokens_at_once_are_judged_by_what_was_known_before() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_forced_text_is_drafted_without_any_setting(depth: int) -> None:
     """Red when jump-forward needs a setting, or never drafts while steps overlap."""
-    engine, runner = make_engine(runner=ConstantRunner((FULL,), 65), async_depth=depth)
+    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), async_depth=depth)
     engine.constraints = Scripts({n: (7,) * (31 - n) for n in range(1, 31)})
     request = make_request(20, max_tokens=40, allowed_token_ids=(7,))
     choice = run(engine, request).of(request)
@@ -98,7 +98,7 @@ def test_forced_text_is_drafted_without_any_setting(depth: int) -> None:
 def test_a_wrong_guess_of_forced_text_changes_nothing(depth: int) -> None:
     """Red when a forced token is taken without being drawn."""
     engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), async_depth=depth)
-    engine.constraints = Scripts({n: (7, 3, 7) for n in range(1, 31)})
+    engine.constraints = Scripts(dict.fromkeys(range(1, 31), (7, 3, 7)))
     request = make_request(20, max_tokens=40, allowed_token_ids=(7,))
     assert run(engine, request).of(request).tokens == (7,) * 40
     assert 0 < engine.stats().spec_accepted_tokens < engine.stats().spec_draft_tokens
@@ -106,8 +106,8 @@ def test_a_wrong_guess_of_forced_text_changes_nothing(depth: int) -> None:
 
 def test_a_sequence_without_a_grammar_has_no_drafter() -> None:
     """Red when a neighbour's grammar makes drafts for everybody."""
-    engine, runner = make_engine(runner=ConstantRunner((FULL,), 65), max_num_seqs=4)
-    engine.constraints = Scripts({n: (7,) * 4 for n in range(1, 31)})
+    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), max_num_seqs=4)
+    engine.constraints = Scripts(dict.fromkeys(range(1, 31), (7,) * 4))
     bound = make_request(20, max_tokens=40, allowed_token_ids=(7,))
     free = make_request(range(100, 120), max_tokens=40)
     seen: dict[int, Any] = {}

@@ -24,7 +24,7 @@ SCHEMA = {"type": "array", "minItems": 6, "maxItems": 6, "items": ITEM}
 @pytest.mark.slow
 def test_drafts_under_a_grammar_change_no_bit(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a mask behind a draft is another than the one behind the same token decoded alone, a constraint is not rolled
-    back to what was accepted, or a forced text is taken without being drawn. Without a setting drafts are the grammar's alone."""
+    back to what was accepted, or forced text is taken without being drawn. Without a setting all drafts are the grammar's."""
     wanted = StructuredOutput(kind="json_schema", value=json.dumps(SCHEMA))
 
     def answers(speculative: dict[str, Any] | None, **settings: Any) -> tuple[list[Any], int]:

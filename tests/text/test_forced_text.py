@@ -10,7 +10,7 @@ from grammar_helpers import constraint, masks, vocabulary
 from noria.text.constraint import AllowedTokens
 from noria.text.forced import Foresight
 
-# As byte pair encoding would have merged them: na, name, ":" and so on; `amex` is never the spelling of "name", though it is longer.
+# In the order of an encoder's merges: na comes before am, so "name" is never spelt with it.
 WORDS = vocabulary("na", "me", "name", '":', '":"', "am", '{"', ',"', "x" * 8, ends=2)
 SIZE = len(WORDS.tokens)
 OBJECT = json.dumps(

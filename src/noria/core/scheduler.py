@@ -127,6 +127,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step | None:
         """Plan a step; None if there is nothing to compute now."""
         self._short = False
+        self.speculator.begin_step()
         if self.background and len(self.queue):
             self._make_way(now)
         planned: list[Planned] = []
@@ -421,6 +422,7 @@ class Scheduler:
             self.leaving[sequence] = None
         sequence.state = State.FINISHED
         sequence.stamp(Phase.DELIVERY, now)
+        self.speculator.ended(sequence)
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:

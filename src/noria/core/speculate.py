@@ -17,6 +17,7 @@ from noria.core.costs import CostModel, Work
 from noria.core.drafter import Drafter, Tally
 from noria.core.forced import Forced
 from noria.core.lookup import OwnText, Prediction, Source
+from noria.core.outputs import Outputs, SuffixLookup
 from noria.core.sequence import Sequence
 from noria.core.verification import VerificationCost
 from noria.types import ConfigError
@@ -59,14 +60,18 @@ class Speculator:
 
     def __init__(self, config: SpeculativeConfig | None, costs: CostModel) -> None:
         """ConfigError for a method that this engine has not."""
-        if config is not None and config.method == "draft_model":
-            raise ConfigError("--speculative-config: a draft model is not supported by this engine; use the method ngram")
+        self._methods = () if config is None else config.methods
+        if "draft_model" in self._methods or (config is not None and config.model is not None):
+            raise ConfigError("--speculative-config: a draft model is not supported by this engine; use ngram, suffix or both")
         self.cost = VerificationCost(costs)
         self.drafts = 0  # rows that had some
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.active = config is not None  # for every sequence, not only for those with a prediction or a grammar
         self._most = UNASKED if config is None else config.num_speculative_tokens
+        self._outputs = (
+            None if config is None or "suffix" not in config.methods else Outputs(config.suffix_decoding_max_cached_requests)
+        )
         self._tallies: dict[str, Tally] = {}
 
     def serves(self, sequence: Sequence) -> bool:
@@ -87,8 +92,10 @@ class Speculator:
         sources: list[Source] = [] if prediction is None else [prediction]
         if sequence.constraint is not None:
             sources.append(Forced(sequence.constraint))
-        if self.active:
+        if self.active and "ngram" in self._methods:
             sources.append(OwnText(sequence.tokens, sequence.prompt_length))
+        if self.active and self._outputs is not None:
+            sources.append(SuffixLookup(self._outputs, sequence.request.cache_salt))
         return Drafter(sources, self._tallies, sequence.prompt_length, prediction)
 
     def drafts_for(self, sequence: Sequence, most: int, bargain: Bargain) -> tuple[int, ...]:
@@ -110,6 +117,16 @@ class Speculator:
             return 0
         drafter = self.drafter(sequence)
         return 0 if drafter is None or drafter.prediction is None else drafter.prediction.foreseen
+
+    def begin_step(self) -> None:
+        """A step is planned."""
+        if self._outputs is not None:
+            self._outputs.take_in()
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has its last token."""
+        if self._outputs is not None:
+            self._outputs.add(sequence.request.cache_salt, sequence.tokens[sequence.prompt_length :])
 
     def verified(self, drafted: int, accepted: int) -> None:
         """So many drafts of a row came true."""

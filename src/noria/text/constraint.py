@@ -10,8 +10,8 @@ A `GrammarConstraint` is a matcher and what is known of its end:
 In JSON, white space and digits may follow one another without an end (a string of blanks, a number): a model that has begun to
 repeat itself would do so up to its limit. A run of more than `LONGEST_RUN` of them is drawn only where nothing else may come.
 
-What a grammar forces (`text/forced.py`) is looked for when a token is accepted, and known until it has been said: between steps,
-when nobody fills a mask.
+What a grammar forces (`text/forced.py`) is looked for when a token is accepted, and known until it has been said: between
+steps, when nobody fills a mask.
 """
 
 from __future__ import annotations

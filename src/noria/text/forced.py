@@ -14,6 +14,7 @@ al., 2016): of the neighbours that make a token, those whose token has the least
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Foresight:
         self.spell = lru_cache(_SPELLINGS)(self._spell)
 
     def text(self, matcher: LLMatcher) -> bytes:
-        """The text that is forced from here on, as far as it is looked at; b"" if several may come. The matcher stays as it is."""
+        """The text that is forced from here on, as far as it is looked at; b"" if several may come. The matcher is not moved."""
         if matcher.is_stopped() or self._is_free(matcher):
             return b""
         ahead, found = matcher.deep_copy(), b""
@@ -89,7 +90,7 @@ class Foresight:
             parts += [data] if data in self._ids else [bytes((byte,)) for byte in data]
         last = len(self._tokens)
         while len(parts) > 1:
-            ranks = [self._ids.get(a + b, last) for a, b in zip(parts, parts[1:], strict=False)]
+            ranks = [self._ids.get(a + b, last) for a, b in pairwise(parts)]
             least = min(ranks)
             if least == last:
                 break
