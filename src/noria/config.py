@@ -66,7 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[
             SpeculativeConfig,
             Meta(
-                description='drafts, as JSON: {"method": ["ngram", "suffix"], "num_speculative_tokens": 8}; see docs/speculation.md'
+                description='drafts, JSON: {"method": ["ngram", "suffix"], "num_speculative_tokens": 8} (docs/speculation.md)'
             ),
         ]
         | None

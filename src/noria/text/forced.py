@@ -40,7 +40,7 @@ class Foresight:
         self.spell = lru_cache(_SPELLINGS)(self._spell)
 
     def text(self, matcher: LLMatcher) -> bytes:
-        """The text that is forced from here on, as far as it is looked at; b"" if several may come. The matcher is not moved."""
+        """The text that is forced from here on, as far as is looked; b"" if several may come. The matcher is not moved."""
         if matcher.is_stopped() or self._is_free(matcher):
             return b""
         ahead, found = matcher.deep_copy(), b""
