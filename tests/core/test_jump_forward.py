@@ -12,7 +12,11 @@ from noria.core.constraint import Constraint
 from noria.core.drafter import Drafter
 from noria.core.forced import Forced
 from noria.core.lookup import NOWHERE
+from noria.core.prices import Prices
 from noria.types import EngineRequest
+
+
+NEARLY_FREE = Prices(start=1e-2, tokens=1e-6, pairs=1e-9, context=1e-9, logits=1e-6)
 
 
 class Script:
@@ -106,16 +110,17 @@ def test_a_wrong_guess_of_forced_text_changes_nothing(depth: int) -> None:
 
 def test_a_sequence_without_a_grammar_has_no_drafter() -> None:
     """Red when a neighbour's grammar makes drafts for everybody."""
-    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), max_num_seqs=4)
+    engine, _ = make_engine(runner=ConstantRunner((FULL,), 65), prices=NEARLY_FREE)
     engine.constraints = Scripts(dict.fromkeys(range(1, 31), (7,) * 4))
     bound = make_request(20, max_tokens=40, allowed_token_ids=(7,))
     free = make_request(range(100, 120), max_tokens=40)
     seen: dict[int, Any] = {}
     original = engine.speculator.drafts_for
 
-    def drafts_for(sequence: Any, *rest: Any) -> tuple[int, ...]:
-        drafts = original(sequence, *rest)
-        seen.setdefault(sequence.request.request_id, []).append((sequence.drafter is None, drafts))
+    def drafts_for(rows: Any, bargain: Any) -> list[tuple[int, ...]]:
+        drafts = original(rows, bargain)
+        for (sequence, _), chosen in zip(rows, drafts, strict=True):
+            seen.setdefault(sequence.request.request_id, []).append((sequence.drafter is None, chosen))
         return drafts
 
     engine.speculator.drafts_for = drafts_for  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from noria.core.costs import CostModel, Work
 from noria.core.drafter import Drafter
 from noria.core.lookup import OwnText
 from noria.core.prices import Prices
-from noria.core.speculate import Bargain
+from noria.core.speculate import Bargain, Proposal
 from noria.core.verification import VerificationCost
 from noria.types import ConfigError
 
@@ -25,23 +25,23 @@ def bargain(prices: Prices, running: int, seconds: float = 1.0) -> Bargain:
 
 def test_drafts_are_taken_where_tokens_are_nearly_free() -> None:
     """Red when a run of likely drafts is cut though each further one raises the rate."""
-    assert bargain(LAPTOP, 1).worth(100, [0.9**i for i in range(1, 9)]) == 8
+    assert bargain(LAPTOP, 1).choose([Proposal(100, [1] * 8, [0.9**i for i in range(1, 9)])]) == [8]
 
 
 def test_no_drafts_where_the_step_is_bound_by_its_tokens() -> None:
     """Red when drafts that come true half of the time displace work that always counts."""
     dear = Prices(start=1e-4, tokens=1e-3, pairs=1e-9, context=1e-9, logits=1e-5)
-    assert bargain(dear, 32).worth(100, [0.5, 0.25]) == 0
+    assert bargain(dear, 32).choose([Proposal(100, [1] * 8, [0.5, 0.25])]) == [0]
 
 
 def test_unlikely_drafts_are_not_worth_a_token() -> None:
     """Red when the odds do not count."""
-    assert bargain(LAPTOP, 1).worth(100, [0.05, 0.0025]) == 0
+    assert bargain(LAPTOP, 1).choose([Proposal(100, [1] * 8, [0.05, 0.0025])]) == [0]
 
 
 def test_drafts_keep_to_the_time_that_is_left() -> None:
     """Red when drafts push a step beyond the target of its decodes."""
-    assert bargain(LAPTOP, 1, seconds=0.0).worth(100, [0.9, 0.8]) == 0
+    assert bargain(LAPTOP, 1, seconds=0.0).choose([Proposal(100, [1] * 8, [0.9, 0.8])]) == [0]
 
 
 def test_a_sequence_stops_and_begins_again() -> None:

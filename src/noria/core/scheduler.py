@@ -199,12 +199,18 @@ class Scheduler:
         decodes = [start for _, start, count, _ in planned if count == 1]
         context = sum(decodes) + len(decodes)
         bargain = Bargain(self.speculator.cost, Work(len(decodes), context, context, len(decodes)), room.seconds)
-        for place, (sequence, start, count, blocks) in enumerate(planned):
-            if count > 1 or sequence.pending or sequence.streams or start + 1 != len(sequence.tokens):
-                continue
-            most = min(left, self._max_chunk - 1, sequence.limit - len(sequence.tokens) - 1, self._places(sequence, start))
-            drafts = self.speculator.drafts_for(sequence, most, bargain) if most > 0 else ()
+        places = []
+        rows = []
+        for place, (sequence, start, count, _) in enumerate(planned):
+            if count == 1 and not (sequence.pending or sequence.streams) and start + 1 == len(sequence.tokens):
+                most = min(self._max_chunk - 1, sequence.limit - len(sequence.tokens) - 1, self._places(sequence, start))
+                if most > 0:
+                    places.append(place)
+                    rows.append((sequence, most))
+        for place, drafts in zip(places, self.speculator.drafts_for(rows, bargain), strict=True):
+            drafts = drafts[:left]
             if drafts:
+                sequence, start, _, blocks = planned[place]
                 more = self.cache.allocate(sequence.kv, start + 1 + len(drafts)) or ()
                 sequence.drafts = drafts
                 planned[place] = (sequence, start, 1 + len(drafts), _joined(blocks, more))
