@@ -58,7 +58,7 @@ class Scripts:
 def test_a_run_is_followed_and_begun_again() -> None:
     """Red when the guess does not move along with the tokens, or a wrong one goes on from the old run."""
     script = Script({1: (5, 6, 7), 4: (8,), 6: (9, 9)})
-    source = Forced(script)
+    source = Forced(script, 1)
     tokens = [0]
     guesses = []
     for token in (4, 5, 6, 7, 1, 1):
@@ -73,7 +73,7 @@ def test_a_run_is_followed_and_begun_again() -> None:
 def test_several_tokens_at_once_are_judged_by_what_was_known_before() -> None:
     """Red when accepted drafts are compared with a guess of what comes behind them all."""
     script = Script({1: (5, 6, 7), 4: (1, 2)})
-    drafter = Drafter([Forced(script)], tallies := {}, 1)
+    drafter = Drafter([Forced(script, 1)], tallies := {}, 1)
     tokens = [0, 4]
     script.accept(4)
     drafter.follow(tokens)

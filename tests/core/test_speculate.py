@@ -8,11 +8,11 @@ from simulated import LAPTOP, Simulation
 
 from fakes import FULL, Adversary, ConstantRunner, make_engine, make_request, run
 from noria.config import EngineConfig
+from noria.core.bargain import Bargain, Proposal
 from noria.core.costs import CostModel, Work
 from noria.core.drafter import Drafter
 from noria.core.lookup import OwnText
 from noria.core.prices import Prices
-from noria.core.speculate import Bargain, Proposal
 from noria.core.verification import VerificationCost
 from noria.types import ConfigError
 
@@ -49,15 +49,18 @@ def test_a_sequence_stops_and_begins_again() -> None:
     tokens = [1, 2, 3, 4] * 8
     drafter = Drafter([OwnText(tokens, len(tokens))], {}, len(tokens))
     before = drafter.propose(2)[1][0]
+
+    def say(*said: int) -> None:
+        for token in said:
+            tokens.append(token)
+            drafter.follow(tokens)
+
     for other in range(30):
-        tokens += [1, 2, 50 + other]
-        drafter.follow(tokens)
-    tokens += [1, 2]
-    drafter.follow(tokens)
+        say(1, 2, 50 + other)
+    say(1, 2)
     low = drafter.propose(2)[1]
     assert not low or low[0] < before / 2
-    tokens += [3, 4, 1, 2] * 12
-    drafter.follow(tokens)
+    say(*[3, 4, 1, 2] * 12)
     assert drafter.propose(2)[1][0] > before * 0.9
 
 

@@ -49,7 +49,7 @@ def taken_in(*said: tuple[str, list[int]], most: int = 1000) -> Outputs:
 
 def guess_of(outputs: Outputs, *tokens: int, salt: str = "") -> list[int]:
     """What is read behind an output of `tokens`."""
-    source = SuffixLookup(outputs, salt)
+    source = SuffixLookup(outputs, salt, 0)
     for end in range(1, len(tokens) + 1):
         source.advance(list(tokens), end)
     assert source.guess == (source.read(1) or [NOWHERE])[0]
@@ -73,7 +73,7 @@ def test_a_sequence_finds_its_own_output() -> None:
 def test_what_is_taken_in_later_is_found() -> None:
     """Red when a sequence that has begun does not see what ends beside it."""
     outputs = Outputs(1000)
-    source = SuffixLookup(outputs, "")
+    source = SuffixLookup(outputs, "", 0)
     tokens = [1, 2]
     source.advance(tokens, 1)
     source.advance(tokens, 2)

@@ -103,7 +103,9 @@ class Copying:
             if begin is None and len(said) == self._streams:
                 begin, before = time.perf_counter(), sum(map(len, said.values()))
         assert begin is not None
-        return (time.perf_counter() - begin) / (sum(map(len, said.values())) - before), list(said.values())
+        return (time.perf_counter() - begin) / (sum(map(len, said.values())) - before), [
+            said[request] for request in sorted(said)
+        ]
 
 
 def main() -> None:

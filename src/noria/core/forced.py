@@ -15,11 +15,12 @@ class Forced:
 
     name = "grammar"
     match = 16  # guesses of all lengths are as good: as those behind the longest match elsewhere
-    __slots__ = ("_at", "_constraint", "_run")
+    __slots__ = ("_at", "_constraint", "_end", "_run")
 
-    def __init__(self, constraint: Constraint) -> None:
-        """It begins to guess behind the next token."""
+    def __init__(self, constraint: Constraint, known: int) -> None:
+        """It begins to guess behind the token that comes after `known` of the sequence's."""
         self._constraint = constraint
+        self._end = known
         self._run: tuple[int, ...] = ()
         self._at = 0
 
@@ -29,10 +30,11 @@ class Forced:
 
     def advance(self, tokens: list[int], end: int) -> None:
         """The constraint knows all of `tokens`: only behind the last of them is its guess of use."""
-        if self.guess == tokens[end - 1]:
+        if self._end + 1 == end and self.guess == tokens[end - 1]:
             self._at += 1
         else:
             self._run, self._at = (), 0
+        self._end = end
         if end == len(tokens) and self._at == len(self._run):
             self._run, self._at = self._constraint.forced, 0
 

@@ -79,35 +79,41 @@ class SuffixLookup:
     """The longest match in a sequence's own output and in what was said under its salt. See `noria.core.lookup.Source`."""
 
     name = "suffix"
-    __slots__ = ("_cursors", "_earlier", "_found", "_outputs", "_own", "_salt", "guess", "match")
+    __slots__ = ("_cursors", "_earlier", "_end", "_found", "_outputs", "_own", "_place", "_salt", "guess", "match")
 
-    def __init__(self, outputs: Outputs, salt: str) -> None:
-        """The sequence has no output yet."""
+    def __init__(self, outputs: Outputs, salt: str, known: int) -> None:
+        """The first token to be guessed is behind `known` of the sequence's; its output begins there."""
         self._outputs = outputs
         self._salt = salt
+        self._end = known
         self._own = SuffixAutomaton()
         self._earlier: tuple[SuffixAutomaton | None, SuffixAutomaton | None] = (None, None)
         self._cursors = [(ROOT, 0), (ROOT, 0), (ROOT, 0)]  # in its own, and in both of the earlier ones
-        self._found: tuple[SuffixAutomaton, int] | None = None  # the longest match, and the place behind it
+        self._found = self._own  # where the longest match is, and
+        self._place = 0  # the place behind it
         self.guess = NOWHERE
         self.match = 0
 
     def advance(self, tokens: list[int], end: int) -> None:
-        self.match, self._found = 0, None
-        self._follow(0, self._own, tokens[end - 1 : end])
-        self._own.extend(tokens[end - 1])
+        new = tokens[self._end : end]
+        self._end = end
+        own = self._own
+        for token in new[:-1]:
+            self._cursors[0] = own.follow(*self._cursors[0], token)
+            own.extend(token)
+        self.match, self.guess = _LEAST_MATCH - 1, NOWHERE
+        self._follow(0, own, new[-1:])
+        own.extend(new[-1])
         earlier = self._outputs.of(self._salt)
-        new = tokens[end - 1 : end]
         if earlier != self._earlier:
             self._earlier, self._cursors[1:] = earlier, [(ROOT, 0), (ROOT, 0)]
             new = tokens[max(0, end - _RECALLED) : end]
         for age, automaton in enumerate(earlier, 1):
             if automaton is not None:
                 self._follow(age, automaton, new)
-        self.guess = next(iter(self.read(1)), NOWHERE)
 
     def read(self, count: int) -> list[int]:
-        return [] if self._found is None else self._found[0].read(self._found[1], count)
+        return [] if self.guess == NOWHERE else self._found.read(self._place, count)
 
     def _follow(self, age: int, automaton: SuffixAutomaton, new: list[int]) -> None:
         """Move a cursor on by new tokens, and prefer its match if it is longer than those before."""
@@ -115,5 +121,7 @@ class SuffixLookup:
         for token in new:
             state, match = automaton.follow(state, match, token)
         self._cursors[age] = state, match
-        if match > max(self.match, _LEAST_MATCH - 1):
-            self.match, self._found = match, (automaton, automaton.place[state])
+        if match > self.match:
+            place = automaton.place[state]
+            self.guess = automaton.text[place] if place < len(automaton.text) else NOWHERE
+            self.match, self._found, self._place = match, automaton, place

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
+from noria.core.bargain import Bargain
 from noria.core.costs import CostModel, Room, Work
 from noria.core.growth import Growth
 from noria.core.plan import NewRow, PlanRow, RowResult, StepPlan
 from noria.core.queue import WaitingQueue
 from noria.core.sequence import Sequence, State
-from noria.core.speculate import Bargain, Speculator
+from noria.core.speculate import Speculator
 from noria.core.victims import choose_victim, inherited, worst
 from noria.kv.cache import Blocks, Hit, KVCache
 from noria.kv.keys import BLOCK_SIZE
@@ -194,7 +195,7 @@ class Scheduler:
     def _plan_drafts(self, planned: list[Planned], room: Room) -> None:
         """Give decodes drafts, out of tokens, blocks and time that nobody else has a use for."""
         left = self._max_tokens - sum([count for _, _, count, _ in planned])
-        if left <= 0 or not any(map(self.speculator.serves, [sequence for sequence, *_ in planned])):
+        if left <= 0 or not self.speculator.considers([sequence for sequence, *_ in planned]):
             return
         decodes = [start for _, start, count, _ in planned if count == 1]
         context = sum(decodes) + len(decodes)

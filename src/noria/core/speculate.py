@@ -4,26 +4,21 @@ A draft is a guess of a token that is not known yet. The runner draws the target
 of that position, as it would without drafts, and a draft counts if it is equal: drafts change when a token is made,
 never which.
 
-How many are worth it is a matter of measured rates. A step of R decodes takes T seconds; with k drafts of one more sequence it
-takes T(k), and makes s1 + s1 s2 + ... more tokens on average, where s is how often guesses like these came true:
+    sources       a prediction, a grammar, the text itself, earlier outputs      `lookup`, `forced`, `outputs`
+    drafter       the best source of a sequence, by how often each was right     `drafter`
+    bargain       how many drafts of each sequence the step is worth             `bargain`, `verification`
 
-    tokens a second    (R + E + s1 + s1 s2 + ...) / T(k)      is to be highest, and higher than without by `_LEAST_GAIN`
-
-That is the rate of all rows together. But a longer step is longer for everybody: a row without good guesses would pay for the
-drafts of its neighbours, and a batch ends with its slowest row. So no row's own rate may fall below what it is without drafts,
-by more than `_MOST_HARM`:
-
-    T(k) <= (1 + g) T * _MOST_HARM      for the row whose drafts bring least, g; 0 if it has none
-
-Alone, a row drafts as far as it pays. Among others it does if they all do, or where drafts are nearly free.
+Where nothing has been worth it, up to `_LONGEST_REST` steps pass before guesses are looked at again: beside many decodes,
+speculation costs next to nothing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from noria.config import SpeculativeConfig
-from noria.core.costs import CostModel, Work
+from noria.core.bargain import Bargain, Proposal
+from noria.core.costs import CostModel
 from noria.core.drafter import Drafter, Tally
 from noria.core.forced import Forced
 from noria.core.lookup import OwnText, Prediction, Source
@@ -33,85 +28,7 @@ from noria.core.verification import VerificationCost
 from noria.types import ConfigError
 
 UNASKED = 16  # drafts at once from a prediction or a grammar, where no setting says how many
-_LEAST_GAIN = 1.02  # of the rate; less would be lost in what is not predicted
-_MOST_HARM = 1.03  # of a step's time, for a row that gains nothing
-
-
-class Proposal(NamedTuple):
-    """Drafts that a row could have."""
-
-    context: int  # tokens before them
-    drafts: list[int]
-    runs: list[float]  # how likely the first, the first two, ... come true
-
-
-class Bargain:
-    """Chooses the drafts of one step by what they are expected to bring, and to cost."""
-
-    def __init__(self, cost: VerificationCost, decodes: Work, seconds: float) -> None:
-        """`decodes`: the tokens of the step that are no prompt's, one a row; `seconds`: that drafts may add to it."""
-        self._cost = cost
-        self._decodes = decodes
-        self._plain = cost.seconds(decodes)
-        self._latest = self._plain + seconds
-        self._all = self._needs_all()
-        self._needed = max(0.0, self._seconds(decodes.tokens) / (self._plain * _MOST_HARM) - 1) if self._all else 0.0
-
-    def is_off(self, proposal: Proposal | None) -> bool:
-        """Whether no row can have drafts as this one gains too little: nearly always, where decodes fill the machine."""
-        return self._all and (proposal is None or sum(proposal.runs) < self._needed)
-
-    def _needs_all(self) -> bool:
-        """Whether drafts that no row is harmed by do not pay, even if they are sure to come true: so all rows must have some."""
-        rows = self._decodes.tokens
-        drafts = 1
-        while (seconds := self._seconds(drafts)) <= self._plain * _MOST_HARM:
-            if (rows + drafts) * self._plain >= _LEAST_GAIN * rows * seconds:
-                return False
-            drafts += 1
-        return True
-
-    def _seconds(self, drafts: int) -> float:
-        """Of the step with so many drafts of average rows."""
-        tokens, pairs, context, logits = self._decodes
-        behind = context // max(tokens, 1)
-        return self._cost.seconds(Work(tokens + drafts, pairs + drafts * behind, context + drafts, logits + drafts))
-
-    def choose(self, proposals: list[Proposal]) -> list[int]:
-        """How many drafts of each proposal to take."""
-        least = self._least([(proposal, len(proposal.runs)) for proposal in proposals])
-        while True:
-            fair = self._plain * (1 + least) * _MOST_HARM
-            counts, seconds = self._take(proposals, min(fair, self._latest))
-            got = self._least(list(zip(proposals, counts, strict=True)))
-            if seconds <= self._plain * (1 + got) * _MOST_HARM:
-                return counts
-            least = got if got < least / 2 else 0.0
-
-    def _least(self, chosen: list[tuple[Proposal, int]]) -> float:
-        """What the row gains on average that gains least."""
-        if len(chosen) < max(self._decodes.tokens, 1):
-            return 0.0
-        return min([sum(proposal.runs[:count]) for proposal, count in chosen])
-
-    def _take(self, proposals: list[Proposal], latest: float) -> tuple[list[int], float]:
-        """(drafts of each proposal, seconds of the step) with the highest rate in that time, the likeliest rows first."""
-        counts = [0] * len(proposals)
-        work, made, spent = self._decodes, float(self._decodes.tokens), self._plain
-        for place in sorted(range(len(proposals)), key=lambda place: -proposals[place].runs[0]):
-            context, _, runs = proposals[place]
-            base, base_made, best = work, made, _LEAST_GAIN * made / spent
-            pairs = base.pairs
-            for count, run in enumerate(runs, 1):
-                base_made += run
-                pairs += context + count
-                more = Work(base.tokens + count, pairs, base.context + count, base.logits + count)
-                seconds = self._cost.seconds(more)
-                if seconds > latest:
-                    break
-                if base_made > best * seconds:
-                    counts[place], best, work, made, spent = count, base_made / seconds, more, base_made, seconds
-        return counts, spent
+_LONGEST_REST = 8  # steps, after some in which no draft was worth it; a sequence that decodes alone never rests
 
 
 class Speculator:
@@ -132,7 +49,7 @@ class Speculator:
             None if config is None or "suffix" not in config.methods else Outputs(config.suffix_decoding_max_cached_requests)
         )
         self._tallies: dict[str, Tally] = {}
-        self._objector: Sequence | None = None  # whose guesses were too poor for anybody to have drafts
+        self._rest = self._resting = 0  # steps that are let pass behind one that had no drafts, and those still to come
 
     def serves(self, sequence: Sequence) -> bool:
         """Whether a sequence has sources of drafts."""
@@ -148,31 +65,38 @@ class Speculator:
         return sequence.drafter
 
     def _new_drafter(self, sequence: Sequence) -> Drafter:
-        prediction = Prediction(sequence.request.prediction) if sequence.request.prediction else None
+        prediction = Prediction(sequence.request.prediction, sequence.prompt_length) if sequence.request.prediction else None
         sources: list[Source] = [] if prediction is None else [prediction]
         if sequence.constraint is not None:
-            sources.append(Forced(sequence.constraint))
+            sources.append(Forced(sequence.constraint, sequence.prompt_length))
         if self.active and "ngram" in self._methods:
             sources.append(OwnText(sequence.tokens, sequence.prompt_length))
         if self.active and self._outputs is not None:
-            sources.append(SuffixLookup(self._outputs, sequence.request.cache_salt))
+            sources.append(SuffixLookup(self._outputs, sequence.request.cache_salt, sequence.prompt_length))
         return Drafter(sources, self._tallies, sequence.prompt_length, prediction)
+
+    def considers(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether to think about drafts in a step of these; asked once a step."""
+        if self._resting:
+            self._resting -= 1
+            return False
+        return any(map(self.serves, sequences))
 
     def drafts_for(self, rows: list[tuple[Sequence, int]], bargain: Bargain) -> list[tuple[int, ...]]:
         """The drafts of a step's rows, each at most so many: the one place where proposals come from."""
         proposals = self._proposals(rows, bargain)
-        counts = iter(bargain.choose([proposal for proposal in proposals if proposal is not None]))
-        return [() if proposal is None else tuple(proposal.drafts[: next(counts)]) for proposal in proposals]
+        counts = bargain.choose([proposal for proposal in proposals if proposal is not None])
+        self._rest = 0 if any(counts) else min(2 * self._rest + 1, 2 * max(len(rows) - 1, 0), _LONGEST_REST)
+        self._resting = self._rest
+        chosen = iter(counts)
+        return [() if proposal is None else tuple(proposal.drafts[: next(chosen)]) for proposal in proposals]
 
     def _proposals(self, rows: list[tuple[Sequence, int]], bargain: Bargain) -> list[Proposal | None]:
-        """What each row could have; nothing if one of them rules it out: most often the same one as in the step before."""
-        proposals: list[Proposal | None] = [None] * len(rows)
-        places = range(len(rows))
-        for place in sorted(places, key=lambda place: rows[place][0] is not self._objector):
-            sequence, most = rows[place]
-            proposals[place] = proposal = self._proposal(sequence, most)
-            if bargain.is_off(proposal):
-                self._objector = sequence
+        """What each row could have; nothing if one of them rules it out for all."""
+        proposals = []
+        for sequence, most in rows:
+            proposals.append(self._proposal(sequence, most))
+            if bargain.is_off(proposals[-1]):
                 return [None] * len(rows)
         return proposals
 
@@ -185,7 +109,7 @@ class Speculator:
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence with a token in flight should wait for it, as good guesses can go on from there."""
-        drafter = self.drafter(sequence)
+        drafter = None if self._resting else self.drafter(sequence)
         return drafter is not None and drafter.eager
 
     def foreseen(self, sequence: Sequence) -> int:
