@@ -15,7 +15,6 @@ from noria.core.lookup import NOWHERE
 from noria.core.prices import Prices
 from noria.types import EngineRequest
 
-
 NEARLY_FREE = Prices(start=1e-2, tokens=1e-6, pairs=1e-9, context=1e-9, logits=1e-6)
 
 

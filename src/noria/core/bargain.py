@@ -50,7 +50,7 @@ class Bargain:
         return self._all and (proposal is None or sum(proposal.runs) < self._needed)
 
     def _needs_all(self) -> bool:
-        """Whether drafts that no row is harmed by do not pay, even if they are sure to come true: so all rows must have some."""
+        """Whether drafts that harm no row do not pay, even if they are sure to come true: then all rows must have some."""
         rows = self._decodes.tokens
         drafts = 1
         while (seconds := self._seconds(drafts)) <= self._plain * _MOST_HARM:
