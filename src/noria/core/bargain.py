@@ -16,6 +16,7 @@ Alone, a row drafts as far as it pays. Among others it does if they all do, or w
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from noria.core.costs import Work
@@ -40,15 +41,23 @@ class Bargain:
         """`decodes`: the tokens of the step that are no prompt's, one a row; `seconds`: that drafts may add to it."""
         self._cost = cost
         self._decodes = decodes
-        self._plain = cost.seconds(decodes)
-        self._latest = self._plain + seconds
-        self._all = self._needs_all()
-        self._needed = max(0.0, self._seconds(decodes.tokens) / (self._plain * _MOST_HARM) - 1) if self._all else 0.0
+        self._left = seconds
 
     def is_off(self, proposal: Proposal | None) -> bool:
         """Whether no row can have drafts as this one gains too little: nearly always, where decodes fill the machine."""
-        return self._all and (proposal is None or sum(proposal.runs) < self._needed)
+        return self._needs_all and (proposal is None or sum(proposal.runs) < self._needed)
 
+    @cached_property
+    def _plain(self) -> float:
+        """Seconds of the step without drafts."""
+        return self._cost.seconds(self._decodes)
+
+    @cached_property
+    def _needed(self) -> float:
+        """What every row has to gain if each has a draft."""
+        return max(0.0, self._seconds(self._decodes.tokens) / (self._plain * _MOST_HARM) - 1)
+
+    @cached_property
     def _needs_all(self) -> bool:
         """Whether drafts that harm no row do not pay, even if they are sure to come true: then all rows must have some."""
         rows = self._decodes.tokens
@@ -67,10 +76,12 @@ class Bargain:
 
     def choose(self, proposals: list[Proposal]) -> list[int]:
         """How many drafts of each proposal to take."""
+        if not proposals:
+            return []
         least = self._least([(proposal, len(proposal.runs)) for proposal in proposals])
         while True:
             fair = self._plain * (1 + least) * _MOST_HARM
-            counts, seconds = self._take(proposals, min(fair, self._latest))
+            counts, seconds = self._take(proposals, min(fair, self._plain + self._left))
             got = self._least(list(zip(proposals, counts, strict=True)))
             if seconds <= self._plain * (1 + got) * _MOST_HARM:
                 return counts

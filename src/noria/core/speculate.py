@@ -96,7 +96,7 @@ class Speculator:
         proposals = []
         for sequence, most in rows:
             proposals.append(self._proposal(sequence, most))
-            if bargain.is_off(proposals[-1]):
+            if len(rows) > 1 and bargain.is_off(proposals[-1]):
                 return [None] * len(rows)
         return proposals
 
