@@ -75,39 +75,24 @@ class Bargain:
         return self._cost.seconds(Work(tokens + drafts, pairs + drafts * behind, context + drafts, logits + drafts))
 
     def choose(self, proposals: list[Proposal]) -> list[int]:
-        """How many drafts of each proposal to take."""
+        """How many drafts of each proposal to take: of all drafts, the likeliest so many."""
         if not proposals:
             return []
-        least = self._least([(proposal, len(proposal.runs)) for proposal in proposals])
-        while True:
-            fair = self._plain * (1 + least) * _MOST_HARM
-            counts, seconds = self._take(proposals, min(fair, self._plain + self._left))
-            got = self._least(list(zip(proposals, counts, strict=True)))
-            if seconds <= self._plain * (1 + got) * _MOST_HARM:
-                return counts
-            least = got if got < least / 2 else 0.0
-
-    def _least(self, chosen: list[tuple[Proposal, int]]) -> float:
-        """What the row gains on average that gains least."""
-        if len(chosen) < max(self._decodes.tokens, 1):
-            return 0.0
-        return min([sum(proposal.runs[:count]) for proposal, count in chosen])
-
-    def _take(self, proposals: list[Proposal], latest: float) -> tuple[list[int], float]:
-        """(drafts of each proposal, seconds of the step) with the highest rate in that time, the likeliest rows first."""
-        counts = [0] * len(proposals)
-        work, made, spent = self._decodes, float(self._decodes.tokens), self._plain
-        for place in sorted(range(len(proposals)), key=lambda place: -proposals[place].runs[0]):
-            context, _, runs = proposals[place]
-            base, base_made, best = work, made, _LEAST_GAIN * made / spent
-            pairs = base.pairs
-            for count, run in enumerate(runs, 1):
-                base_made += run
-                pairs += context + count
-                more = Work(base.tokens + count, pairs, base.context + count, base.logits + count)
-                seconds = self._cost.seconds(more)
-                if seconds > latest:
-                    break
-                if base_made > best * seconds:
-                    counts[place], best, work, made, spent = count, base_made / seconds, more, base_made, seconds
-        return counts, spent
+        tokens, pairs, context, logits = self._decodes
+        counts, gains = [0] * len(proposals), [0.0] * len(proposals)
+        chosen = list(counts)
+        made, rate = float(tokens), _LEAST_GAIN * tokens / self._plain
+        offers = sorted([(-run, place) for place, proposal in enumerate(proposals) for run in proposal.runs])
+        for taken, (run, place) in enumerate(offers, 1):
+            counts[place] += 1
+            gains[place] -= run
+            made -= run
+            pairs += proposals[place].context + counts[place]
+            seconds = self._cost.seconds(Work(tokens + taken, pairs, context + taken, logits + taken))
+            if seconds > self._plain + self._left:
+                break
+            if made > rate * seconds:
+                least = min(gains) if len(gains) == tokens else 0.0
+                if seconds <= self._plain * (1 + least) * _MOST_HARM:
+                    rate, chosen = made / seconds, list(counts)
+        return chosen
