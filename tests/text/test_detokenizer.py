@@ -77,6 +77,16 @@ def test_a_character_appears_when_its_last_byte_does(kind: str) -> None:
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_surrogate_is_two_replacement_characters(kind: str) -> None:
+    """Red when ED A0, which a decoder holds back although nothing can complete it, counts as one broken character at the end."""
+    tokenizer = KINDS[kind]
+    half = bytes_of(tokenizer, b"\xed\xa0")
+    for ids in (half, [*half, *half], [*half, *bytes_of(tokenizer, b"a")]):
+        detokenizer = Detokenizer(tokenizer)
+        assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish() == tokenizer.decode(ids)
+
+
 def test_an_incomplete_character_of_the_prompt_belongs_to_the_prompt() -> None:
     """Red when the prompt's broken character is shown with the output, or swallows some of it."""
     tokenizer = helpers.byte_level()
@@ -87,6 +97,8 @@ def test_an_incomplete_character_of_the_prompt_belongs_to_the_prompt() -> None:
     assert Detokenizer(tokenizer, prompt=smile[:3]).push(smile[3:]) == "😀"
     unused = Detokenizer(tokenizer, prompt=smile[:2])
     assert unused.push([]) + unused.finish() == ""
+    half = bytes_of(tokenizer, b"\xed\xa0")
+    assert Detokenizer(tokenizer, prompt=half).push(bytes_of(tokenizer, b"a")) == "a"
     mark = bytes_of(tokenizer, "\ufffd".encode())  # a real U+FFFD, begun in the prompt
     assert Detokenizer(tokenizer, prompt=mark[:1]).push(mark[1:]) == "\ufffd"
 

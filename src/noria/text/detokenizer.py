@@ -53,8 +53,8 @@ class Detokenizer:
         return self._continue(data)
 
     def finish(self) -> str:
-        """What is left: U+FFFD for an incomplete character of these tokens, else nothing."""
-        text = _REPLACEMENT if self._pending and not self._pending_is_prompt else ""
+        """What is left: U+FFFD for an incomplete character of these tokens (two for half a surrogate, ED A0), else nothing."""
+        text = "" if self._pending_is_prompt else self._pending.decode("utf-8", "replace")
         self._pending = b""
         return text
 
@@ -67,7 +67,7 @@ class Detokenizer:
         if self._pending_is_prompt:
             # If the prompt's incomplete character was not continued, its U+FFFD belongs to the prompt's text.
             abandoned = text.startswith(_REPLACEMENT) and not joined.startswith(_REPLACEMENT.encode())
-            text = text[1:] if abandoned else text
+            text = text[len(self._pending.decode("utf-8", "replace")) :] if abandoned else text
             self._pending_is_prompt = False
         self._pending = joined[used:]
         return text
