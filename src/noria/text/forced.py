@@ -41,16 +41,14 @@ class Foresight:
 
     def text(self, matcher: LLMatcher) -> bytes:
         """The text that is forced from here on, as far as is looked; b"" if several may come. The matcher is not moved."""
-        if matcher.is_stopped() or self._is_free(matcher):
+        if self._is_free(matcher):
             return b""
         ahead, found = matcher.deep_copy(), b""
         for _ in range(_MOST_TOKENS):
-            token = self._longest(ahead)
+            token = None if self._is_free(ahead) else self._longest(ahead)
             if token is None or not ahead.consume_token(token):
                 break
             found += self._tokens[token]
-            if ahead.is_stopped():
-                break
         return found
 
     def behind(self, token: int, text: bytes) -> bytes:
@@ -59,7 +57,9 @@ class Foresight:
         return text[len(said) :] if text.startswith(said) else b""
 
     def _is_free(self, matcher: LLMatcher) -> bool:
-        """Whether two of the probes may come: a quick yes for most states that are."""
+        """Whether two of the probes may come, or nothing: a quick yes for most states that are."""
+        if matcher.is_stopped():
+            return True
         found = 0
         for token in self._probes:
             found += matcher.validate_tokens([token])
