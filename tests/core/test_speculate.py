@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import LAPTOP, Simulation
 
-from fakes import FULL, Adversary, ConstantRunner, make_engine, make_request, run
+from fakes import FULL, Adversary, ConstantRunner, FakeRunner, Row, make_engine, make_request, run
 from noria.config import EngineConfig
 from noria.core.bargain import Bargain, Proposal
 from noria.core.costs import CostModel, Work
@@ -94,6 +94,29 @@ def test_speculation_rests_where_it_is_not_worth_it_but_not_for_one_stream() -> 
         run(engine, *[make_request(range(9 * n, 9 * n + 8), max_tokens=40) for n in range(count)])
         assert (considered.count(False) > len(considered) // 2) == rested
         assert all(considered) != rested
+
+
+class OneLoops(FakeRunner):
+    """Says 7 for ever behind a prompt that begins with it, and never the same twice behind others."""
+
+    def _sample(self, row: Row, state: int, position: int, stream: int) -> int:
+        return 7 if row.new.tokens[0] == 7 else 1000 * row.new.tokens[0] + position
+
+
+def test_waiting_for_drafts_that_are_not_given_costs_next_to_nothing() -> None:
+    """Red when a sequence leaves out every other step in vain, beside others that rule its drafts out."""
+    steps = []
+    for config in ({}, {"speculative_config": NGRAM}):
+        runner = OneLoops((FULL,), 257, late=True)
+        engine, _ = make_engine((FULL,), 257, runner=runner, async_depth=1, prices=LAPTOP, **config)
+        requests = [make_request([n] * 8, max_tokens=300 if n == 7 else 400) for n in range(3, 9)]
+        for request in requests:
+            engine.add(request)
+        ended: dict[int, int] = {}
+        while engine.has_work:
+            ended |= {o.request_id: len(runner.plans) for o in engine.step() if o.finish_reason}
+        steps.append(ended[requests[4].request_id])
+    assert steps[1] < 1.06 * steps[0]
 
 
 def test_a_sequence_stops_and_begins_again() -> None:

@@ -39,6 +39,7 @@ class Bargain:
 
     def __init__(self, cost: VerificationCost, decodes: Work, seconds: float) -> None:
         """`decodes`: the tokens of the step that are no prompt's, one a row; `seconds`: that drafts may add to it."""
+        self.rows = decodes.tokens
         self._cost = cost
         self._decodes = decodes
         self._left = seconds

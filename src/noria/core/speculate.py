@@ -29,6 +29,7 @@ from noria.types import ConfigError
 
 UNASKED = 16  # drafts at once from a prediction or a grammar, where no setting says how many
 _LONGEST_REST = 8  # steps, after some in which no draft was worth it; a sequence that decodes alone never rests
+_LONGEST_AFTER_WAITING = 63  # the same where a sequence has left out a step for drafts that it was not given
 
 
 class Speculator:
@@ -49,6 +50,9 @@ class Speculator:
             None if config is None or "suffix" not in config.methods else Outputs(config.suffix_decoding_max_cached_requests)
         )
         self._tallies: dict[str, Tally] = {}
+        self._waiting = self._waited = (
+            False  # whether a sequence leaves out this step to have drafts in the next; the one before
+        )
         self._rest = self._resting = 0  # steps that are let pass behind one that had no drafts, and those still to come
 
     def serves(self, sequence: Sequence) -> bool:
@@ -86,10 +90,18 @@ class Speculator:
         """The drafts of a step's rows, each at most so many: the one place where proposals come from."""
         proposals = self._proposals(rows, bargain)
         counts = bargain.choose([proposal for proposal in proposals if proposal is not None])
-        self._rest = 0 if any(counts) else min(2 * self._rest + 1, 2 * max(len(rows) - 1, 0), _LONGEST_REST)
-        self._resting = self._rest
+        self._judge(any(counts), bargain.rows)
         chosen = iter(counts)
         return [() if proposal is None else tuple(proposal.drafts[: next(chosen)]) for proposal in proposals]
+
+    def _judge(self, drafted: bool, decodes: int) -> None:
+        """Rest after a step without drafts, but not in the one that a sequence leaves out for the sake of the next."""
+        waited, self._waited, self._waiting = self._waited, self._waiting, False
+        if drafted or decodes <= 1:
+            self._rest = 0
+        elif waited or not self._waited:
+            longest = _LONGEST_AFTER_WAITING if waited else min(_LONGEST_REST, 2 * (decodes - 1))
+            self._rest = self._resting = min(2 * self._rest + 1, longest)
 
     def _proposals(self, rows: list[tuple[Sequence, int]], bargain: Bargain) -> list[Proposal | None]:
         """What each row could have; nothing if one of them rules it out for all."""
@@ -110,7 +122,9 @@ class Speculator:
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence with a token in flight should wait for it, as good guesses can go on from there."""
         drafter = None if self._resting else self.drafter(sequence)
-        return drafter is not None and drafter.eager
+        waits = drafter is not None and drafter.eager
+        self._waiting |= waits
+        return waits
 
     def foreseen(self, sequence: Sequence) -> int:
         """How many tokens of an output the request's prediction foresaw, drafted or not: the same at any load."""
