@@ -89,10 +89,13 @@ void Tape::add_draw(float* logits) {
 
 void Tape::finish() {
   if (!recording_loop_) loop_begin = static_cast<uint32_t>(ops_.size());
-  gates = std::vector<Gate>(ops_.size());
+  make_gates(ops_.size(), pool_->threads());
   int64_t bytes = kernels_.sampler_scratch_bytes(limits_.vocab);
-  for (const Op& op : ops_)
-    if (op.kind == OpKind::attention) bytes = std::max(bytes, kernels_.attention_scratch_bytes(op.attention));
+  for (size_t i = 0; i < ops_.size(); ++i)
+    if (ops_[i].kind == OpKind::attention) {
+      bytes = std::max(bytes, kernels_.attention_scratch_bytes(ops_[i].attention));
+      gates[i].division = Division::dealt;  // the planner puts the longest first
+    }
   for (int i = 0; i < pool_->threads(); ++i) {
     scratch_.push_back(std::unique_ptr<std::byte[]>(new std::byte[static_cast<size_t>(bytes) + 64]));
     const auto address = reinterpret_cast<uintptr_t>(scratch_.back().get());
