@@ -35,23 +35,6 @@ void pause() {
 #endif
 }
 
-// The units of one worker's share, numbered from 0, and where they stand among the op's.
-//
-//   runs    | 0 1 2 3 | 0 1 2 3 | 0 1 2 |         dealt     0 0 0 1 1 1 2 2 2 3 3
-//             worker 0  worker 1  worker 2        worker    0 1 2 0 1 2 0 1 2 0 1
-struct Part {
-  uint32_t first, stride, count;
-
-  Part(Division division, uint32_t units, uint32_t worker, uint32_t workers) {
-    const auto bound = [=](uint32_t w) { return static_cast<uint32_t>(static_cast<uint64_t>(units) * w / workers); };
-    const bool runs = division == Division::runs;
-    first = runs ? bound(worker) : worker;
-    stride = runs ? 1 : workers;
-    count = runs ? bound(worker + 1) - first : (units + workers - 1 - worker) / workers;
-  }
-  uint32_t unit(uint32_t place) const { return first + place * stride; }
-};
-
 // Take the first unit that is left of a share, or the last; false if there is none. The first to come opens the word for the
 // epoch, even if the share is empty: no late worker shall find it before its own epoch.
 bool claim_unit(Share& share, uint64_t epoch, const Part& part, bool from_front, uint32_t& unit) {
@@ -93,7 +76,22 @@ bool is_done(const Gate& gate, uint64_t epoch) {
   return epoch_of(word) > epoch || (epoch_of(word) == epoch && low_of(word) == high_of(word));
 }
 
+// Fetch a range into the cache until the op is done.
+void fetch_until_done(const Bytes& range, const Gate& gate, uint64_t epoch) {
+  constexpr int kLine = 64, kLinesAtOnce = 8;
+  for (const uint8_t* at = range.begin; at < range.end && !is_done(gate, epoch); at += kLinesAtOnce * kLine)
+    for (int line = 0; line < kLinesAtOnce; ++line) __builtin_prefetch(at + line * kLine, 0, 2);  // into L2
+}
+
 }  // namespace
+
+Part::Part(Division division, uint32_t units, uint32_t worker, uint32_t workers) {
+  const auto bound = [=](uint32_t w) { return static_cast<uint32_t>(static_cast<uint64_t>(units) * w / workers); };
+  const bool runs = division == Division::runs;
+  first = runs ? bound(worker) : worker;
+  stride = runs ? 1 : workers;
+  count = runs ? bound(worker + 1) - first : (units + workers - 1 - worker) / workers;
+}
 
 #if defined(__x86_64__)
 FlushDenormals::FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }  // FTZ | DAZ
@@ -204,6 +202,7 @@ void Pool::walk(Program& program, uint64_t epoch, uint32_t passes, int worker) {
     }
     take_tiles(program, op, pass, epoch + pass, tiles, worker);
     const Gate& gate = program.gates[op];
+    if (!is_done(gate, epoch + pass)) fetch_until_done(program.reads_after(op, worker), gate, epoch + pass);
     wait_until([&] { return is_done(gate, epoch + pass); });
     if (worker == 0) program.finished(op);
   };

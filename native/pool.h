@@ -10,7 +10,8 @@
 // others only while it holds a tile, and worker 0 alone can finish a whole step. An op begins when all tiles of the op before it
 // are done.
 //
-// Waiting spins for at most 50 microseconds and then sleeps, inside a step and between steps: an idle pool costs nothing.
+// While a worker waits for an op's end it fetches what it will read next, so that the memory does not rest between two ops. Else it
+// spins, for at most 50 microseconds, and then sleeps, inside a step and between steps: an idle pool costs nothing.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -42,6 +43,17 @@ struct alignas(64) Share {
 // How an op's tiles are divided into shares: neighbours together, or dealt out in turn (for tiles in the order of their cost).
 enum class Division { runs, dealt };
 
+// The units of one worker's share, numbered from 0, and where they stand among the op's.
+//
+//   runs    | 0 1 2 3 | 0 1 2 3 | 0 1 2 |         dealt     0 0 0 1 1 1 2 2 2 3 3
+//             worker 0  worker 1  worker 2        worker    0 1 2 0 1 2 0 1 2 0 1
+struct Part {
+  uint32_t first, stride, count;
+
+  Part(Division division, uint32_t units, uint32_t worker, uint32_t workers);
+  uint32_t unit(uint32_t place) const { return first + place * stride; }
+};
+
 // The tile counts and the completion word of one op, alone on a cache line, and its shares.
 struct alignas(64) Gate {
   std::atomic<uint64_t> done{0};        // epoch (40 bits) | units (12) | units done (12)
@@ -49,6 +61,12 @@ struct alignas(64) Gate {
   std::atomic<uint32_t> last_tiles{0};  // in the last pass (and for ops outside the loop)
   Division division = Division::runs;
   std::unique_ptr<Share[]> shares;  // one a worker
+};
+
+// A range of memory that will be read.
+struct Bytes {
+  const uint8_t* begin = nullptr;
+  const uint8_t* end = nullptr;
 };
 
 // What the pool walks: ops [0, loop_begin) once, then ops [loop_begin, gates.size()) `passes` times.
@@ -60,6 +78,8 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
   virtual void run_tile(uint32_t op, uint32_t pass, uint32_t tile, int worker) = 0;
+  // What a worker that waits for `op` is going to read next: it fetches that in the meantime. Changes no result.
+  virtual Bytes reads_after(uint32_t /*op*/, int /*worker*/) const { return {}; }
   // Called by worker 0 when an op is complete. For profiles.
   virtual void finished(uint32_t /*op*/) {}
 

@@ -11,6 +11,7 @@ namespace noria {
 namespace {
 
 constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kMostFetched = 128 << 10;  // bytes of the next op's weights: they stay in L2 beside what the present op needs
 constexpr int kMaskSpins = 2000;  // some ten microseconds
 constexpr auto kMaskNap = std::chrono::microseconds(20);
 
@@ -289,6 +290,29 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
     case OpKind::draw:
       return run_draws(pass, tile, scratch);
   }
+}
+
+// The beginning of the worker's share of the next linear op's weights. A share of row blocks begins where its run of panels does.
+Bytes Tape::reads_after(uint32_t op, int worker) const {
+  do
+    if (++op == ops_.size()) return {};
+  while (ops_[op].kind != OpKind::linear);
+  const LinearArgs& args = ops_[op].linear[1];
+  const auto tiles = static_cast<uint64_t>(gates[op].last_tiles.load(std::memory_order_relaxed));
+  if (tiles == 0) return {};
+  const auto first = static_cast<int64_t>(tiles * static_cast<uint64_t>(worker) / static_cast<uint64_t>(pool_->threads()));
+  int64_t panel = first / args.tiling.row_blocks * args.tiling.panel_run;
+  for (int s = 0; s < args.segment_count; ++s) {
+    const LinearSegment& segment = args.segments[s];
+    const int64_t count = panel_count(segment.outputs);
+    if (panel < count) {
+      const uint8_t* const begin = segment.data + panel * segment.panel_stride;
+      const int64_t bytes = (count - panel) * segment.panel_stride;
+      return {begin, begin + std::min(bytes, kMostFetched)};
+    }
+    panel -= count;
+  }
+  return {};
 }
 
 // -- profile -----------------------------------------------------------------------------------------------------------------------

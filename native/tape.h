@@ -59,6 +59,7 @@ class Tape final : public Program {
   void run(StepView& step, float* all_logits);
 
   void run_tile(uint32_t op, uint32_t pass, uint32_t tile, int worker) override;
+  Bytes reads_after(uint32_t op, int worker) const override;
   void finished(uint32_t op) override;
 
   // -- profile -----------------------------------------------------------------------------------------------------------------
