@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kMostFetched = 128 << 10;  // bytes of the next op's weights: they stay in L2 beside what the present op needs
-constexpr int kMaskSpins = 2000;  // some ten microseconds
+constexpr int kMaskSpins = 2000;             // some ten microseconds
 constexpr auto kMaskNap = std::chrono::microseconds(20);
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("step inputs: " + message); }
@@ -272,6 +272,12 @@ void Tape::run_draws(uint32_t pass, uint32_t tile, void* scratch) const {
   }
 }
 
+// The tile that a worker will probably take behind one of an op that is dealt out.
+int64_t Tape::tile_after(uint32_t op, uint32_t tile) const {
+  const uint32_t next = tile + static_cast<uint32_t>(pool_->threads());
+  return next < gates[op].last_tiles.load(std::memory_order_relaxed) ? next : tile;
+}
+
 void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
   const Op& op = ops_[index];
   std::byte* const scratch = scratch_start_[static_cast<size_t>(worker)];
@@ -286,7 +292,7 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
     case OpKind::linear:
       return run_linear(op, pass, tile);
     case OpKind::attention:
-      return kernels_.attention_tile(op.attention, step_, planners_[op.plan].view(), tile, scratch);
+      return kernels_.attention_tile(op.attention, step_, planners_[op.plan].view(), tile, tile_after(index, tile), scratch);
     case OpKind::draw:
       return run_draws(pass, tile, scratch);
   }
