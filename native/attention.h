@@ -121,7 +121,8 @@ constexpr int rows_a_block = kBlockSize / C::kValueKeys;
 // Scores of M vectors from `first` on with the 16 keys of each of B blocks: scores [M][256] from the first block's first key on.
 // While it computes it fetches as much of the blocks `ahead`, if it is to.
 template <class C, int M, int B, bool Fetch>
-[[gnu::always_inline]] inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead, int64_t dim, float* scores) {
+[[gnu::always_inline]] inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead,
+                                              int64_t dim, float* scores) {
   typename C::Sum acc[M][B];
   for (int m = 0; m < M; ++m)
     for (int b = 0; b < B; ++b) acc[m][b] = C::none();
@@ -149,8 +150,8 @@ template <class C, int M, int B, bool Fetch>
 }
 
 template <class C, int M, bool Fetch>
-[[gnu::noinline]] void score_vectors(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead, int count, int64_t dim,
-                   float* scores) {
+[[gnu::noinline]] void score_vectors(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead, int count,
+                                     int64_t dim, float* scores) {
   constexpr int kBeside = blocks_beside(M);
   int b = 0;
   for (; b + kBeside <= count; b += kBeside)
@@ -160,8 +161,8 @@ template <class C, int M, bool Fetch>
 
 // acc [M][dim] += the value rows [first, last) times the weights [M][256], over 16 D dims. `ahead` as above.
 template <class C, int M, int D, bool Fetch>
-[[gnu::always_inline]] inline void value_tile(const uint8_t* weights, const uint8_t* const* rows, const uint8_t* const* ahead, int first, int last, int64_t dim,
-                       int64_t at, float* acc) {
+[[gnu::always_inline]] inline void value_tile(const uint8_t* weights, const uint8_t* const* rows, const uint8_t* const* ahead, int first,
+                                              int last, int64_t dim, int64_t at, float* acc) {
   typename C::Sum sum[M][D];
   for (int m = 0; m < M; ++m)
     for (int d = 0; d < D; ++d) sum[m][d] = C::load_sum(acc + m * dim + at + d * 16);
@@ -181,8 +182,8 @@ template <class C, int M, int D, bool Fetch>
 }
 
 template <class C, int M, bool Fetch>
-[[gnu::noinline]] void value_vectors(const uint8_t* weights, const uint8_t* const* rows, const uint8_t* const* ahead, int first, int last, int64_t dim,
-                   float* acc) {
+[[gnu::noinline]] void value_vectors(const uint8_t* weights, const uint8_t* const* rows, const uint8_t* const* ahead, int first, int last,
+                                     int64_t dim, float* acc) {
   constexpr int kBeside = chunks_beside(M);
   int64_t at = 0;
   for (; at + 16 * kBeside <= dim; at += 16 * kBeside) value_tile<C, M, kBeside, Fetch>(weights, rows, ahead, first, last, dim, at, acc);
