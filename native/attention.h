@@ -26,6 +26,9 @@
 //   query 1                        ..x  xxx  xxx  xx.
 //   query 2                             xxx  xxx  xxx  x..
 //                                 `each'`-- joint --'`-- each query by itself
+//
+// A tile of few vectors (decode) computes faster than the memory answers. With the scores of a block it fetches that block's values, and
+// with the values the keys that its worker reads next: of the next split, or of the tile that it will be dealt next.
 #pragma once
 #include "attention_args.h"
 #include "math.h"
@@ -119,7 +122,7 @@ template <class C>
 constexpr int rows_a_block = kBlockSize / C::kValueKeys;
 
 // Scores of M vectors from `first` on with the 16 keys of each of B blocks: scores [M][256] from the first block's first key on.
-// While it computes it fetches as much of the blocks `ahead`, if it is to.
+// While it computes it fetches as much of the blocks `ahead`, if it is to. Inlined by force: both forms are to be unrolled into registers.
 template <class C, int M, int B, bool Fetch>
 [[gnu::always_inline]] inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead,
                                               int64_t dim, float* scores) {
