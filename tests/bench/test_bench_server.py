@@ -148,7 +148,8 @@ def samples(memory: list[int], threads: list[int] | None = None, filled: bool = 
     [
         (samples([100] * 12), {"running": 0.0}, None),
         (samples([100] * 6 + [105] * 6), {"running": 0.0}, "memory grew by 5.00 %"),
-        (samples([100] * 12, [10] * 8 + [12] * 4), {"running": 0.0}, "threads grew from 10 to 12"),
+        (samples([100] * 12, [10] * 8 + [15] * 4), {"running": 0.0}, "threads grew from 10 to 15"),
+        (samples([100] * 12, [10] * 8 + [11] * 4), {"running": 0.0}, None),
         (samples([100] * 12), {"kv_cache_usage_perc": 0.25}, "kv_cache_usage_perc is 0.25"),
         (samples([100] * 12, filled=False), {"running": 0.0}, "too short a time"),
     ],
