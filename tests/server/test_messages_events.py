@@ -21,7 +21,8 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 def delta(*events: Event, end: FinishReason | None = None, stop: str | None = None, calls: int = 0) -> Delta:
-    return Delta(0, "", (1,), (), (), finish_reason=end, stop_reason=stop, events=events, calls=calls)
+    told = {"finish_reason": end, "stop_reason": stop, "events": events, "calls": calls}
+    return Delta(index=0, text="", tokens=(1,), logprobs=(), offsets=(), **told)
 
 
 class Made:
