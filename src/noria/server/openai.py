@@ -32,7 +32,7 @@ from noria.server.sse import EventStream, event, watch_disconnect
 from noria.server.structured import FIELDS, structured_output
 from noria.server.tools import tool_use
 from noria.server.validate import check_token
-from noria.types import RequestError
+from noria.types import RequestError, SamplingParams
 
 log = logging.getLogger("noria")
 
@@ -177,15 +177,29 @@ class OpenAI:
 
 async def _admit(served: Served, call: Call) -> None:
     """Wait for the verdict on what constrains the output. Raises RequestError that names the field it came in."""
+    params = call.answers[0].request.params
     try:
-        seconds = await served.client.admit(call.answers[0].request.params)
+        seconds = await served.client.admit(params)
     except RequestError as error:
         if error.param != "structured_output":
             raise
-        asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
-        raise RequestError(str(error), param=asked[0] if asked else None, code=error.code, status=error.status) from None
+        param = await _blamed(served, call)
+        raise RequestError(str(error), param=param, code=error.code, status=error.status) from None
     for answer in call.answers:
         answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
+
+
+async def _blamed(served: Served, call: Call) -> str | None:
+    """The field of a refused grammar: the one of the text's format, unless that alone is no reason to refuse it."""
+    asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
+    tools = "tools" if isinstance(call.body, ChatBody) and call.body.tools else None
+    if asked is None or tools is None:
+        return tools if asked is None else asked[0]
+    try:
+        await served.client.admit(SamplingParams(structured_output=asked[1]))
+    except RequestError:
+        return asked[0]
+    return tools
 
 
 async def read_body(request: Request, most: int) -> bytes:
