@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from noria.server.validate import check_params
 from noria.text.call_formats import PLAIN_JSON, CallFormat, ReasoningFormat
 from noria.text.call_grammar import CallGrammar, Function, writable
 from noria.text.lark import ReasoningState, Thinking, joined, literal, thinking
 from noria.text.loader import TextModel
 from noria.text.parsing import ParsePlan
-from noria.types import RequestError, StructuredOutput
+from noria.types import RequestError, SamplingParams, StructuredOutput
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -175,6 +176,20 @@ def call_plan(
     grammar = _call_grammar(text, calls, use, thinking(text.tokenizer, text.reasoning, reasoning))
     written = grammar.required() if use.mode == "required" else grammar.free()
     return CallPlan(parse, StructuredOutput(kind="grammar", value=written))
+
+
+def bind(
+    text: TextModel, use: ToolUse, prompt: Sequence[int], params: SamplingParams, *, vocab_size: int
+) -> tuple[SamplingParams, ParsePlan | None]:
+    """(checked parameters, bound to the grammar that calls and format ask for; how to read the answers) of a chat's prompt.
+
+    Raises RequestError.
+    """
+    plan = call_plan(text, use, reasoning=reasoning_state(text, prompt), constrained=params.structured_output)
+    if plan.grammar is not None:
+        params = msgspec.structs.replace(params, structured_output=plan.grammar)
+    check_params(params, vocab_size, control_ids=text.tokenizer.control_ids)
+    return params, plan.parse
 
 
 def _format_plan(text: TextModel, use: ToolUse, state: ReasoningState, constrained: StructuredOutput) -> CallPlan:
