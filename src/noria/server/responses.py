@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from noria.server.calls import Call
-from noria.server.context import ServerContext
 from noria.server.errors import JSON
 from noria.server.exchange import current_exchange
-from noria.server.intake import unless_left
+from noria.server.intake import Intake, unless_left
 from noria.server.openai import OpenAI
 from noria.server.responses_body import ResponsesBody, chat_body, input_items
 from noria.server.responses_log import Follower, log_of
@@ -26,15 +25,15 @@ from noria.types import RequestError
 class Responses:
     """The handlers."""
 
-    def __init__(self, context: ServerContext, openai: OpenAI) -> None:
-        self._context = context
+    def __init__(self, openai: OpenAI, intake: Intake) -> None:
         self._openai = openai
+        self._intake = intake
         self._store = ResponseStore()
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/responses."""
         arrival = time.monotonic()
-        body, unknown = await self._openai.read(request, ResponsesBody)
+        body, unknown = await self._intake.parsed(request, ResponsesBody)
         if body.background and not body.store:
             raise RequestError("background needs store: true", param="background")
         tenant = current_exchange().caller.tenant
