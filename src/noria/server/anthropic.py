@@ -133,13 +133,18 @@ def _assistant(blocks: Blocks) -> dict[str, Any]:
 
 
 def _unread(kind: object, where: str) -> RequestError:
-    return RequestError(f"{where} has the type {str(kind)[:40]!r}, which this server does not read", param="messages")
+    return RequestError(f"{where} has the type {str(kind)[:40]!r}, which this server does not read", param=_field(where))
+
+
+def _field(where: str) -> str:
+    """The body's field that a place is in."""
+    return where.split("[")[0].split(".")[0]
 
 
 def _string(block: Mapping[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be a string", param="messages")
+        raise RequestError(f"{where}.{name} must be a string", param=_field(where))
     return value
 
 
@@ -148,7 +153,7 @@ def _text_of(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise RequestError(f"{where} must be a string or a list of text blocks", param=where.split("[")[0].split(".")[0])
+        raise RequestError(f"{where} must be a string or a list of text blocks", param=_field(where))
     texts = []
     for i, block in enumerate(value):
         if not isinstance(block, dict) or block.get("type") != "text":
