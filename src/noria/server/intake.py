@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from noria.server.calls import INLINE_CHARACTERS
 from noria.server.context import Served, ServerContext
 from noria.server.gate import checked_request_id
+from noria.server.json_values import check_values
 from noria.server.requests import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS, PRIORITY_BOUND, parse_body
 from noria.server.sse import watch_disconnect
 from noria.types import RequestError
@@ -52,7 +53,12 @@ class Intake:
 
     async def decoded(self, data: bytes, kind: type[S]) -> tuple[S, list[str]]:
         """(the checked body, the names of fields that were ignored). Raises RequestError."""
-        return await self.off_loop(len(data), lambda: parse_body(data, kind))
+
+        def work() -> tuple[S, list[str]]:
+            check_values(data)
+            return parse_body(data, kind)
+
+        return await self.off_loop(len(data), work)
 
     async def parsed(self, request: Request, kind: type[S]) -> tuple[S, list[str]]:
         """`decoded` of a request's `data`."""
