@@ -26,6 +26,9 @@
 //   query 1                        ..x  xxx  xxx  xx.
 //   query 2                             xxx  xxx  xxx  x..
 //                                 `each'`-- joint --'`-- each query by itself
+//
+// A tile of few vectors (decode) computes faster than the memory answers. With the scores of a block it fetches that block's values, and
+// with the values the keys that its worker reads next: of the next split, or of the tile that it will be dealt next.
 #pragma once
 #include "attention_args.h"
 #include "math.h"
@@ -115,9 +118,14 @@ constexpr int blocks_beside(int vectors) { return vectors >= 3 ? 1 : 2; }
 constexpr int chunks_beside(int vectors) { return vectors >= 3 ? 1 : 2; }
 #endif
 
+template <class C>
+constexpr int rows_a_block = kBlockSize / C::kValueKeys;
+
 // Scores of M vectors from `first` on with the 16 keys of each of B blocks: scores [M][256] from the first block's first key on.
-template <class C, int M, int B>
-inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks, int64_t dim, float* scores) {
+// While it computes it fetches as much of the blocks `ahead`, if it is to. Inlined by force: both forms are to be unrolled into registers.
+template <class C, int M, int B, bool Fetch>
+[[gnu::always_inline]] inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead,
+                                              int64_t dim, float* scores) {
   typename C::Sum acc[M][B];
   for (int m = 0; m < M; ++m)
     for (int b = 0; b < B; ++b) acc[m][b] = C::none();
@@ -125,6 +133,8 @@ inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks
   for (int64_t lane = 0; lane < dim / C::kKeyDims; ++lane) {
     typename C::Lanes keys[B];
     for (int b = 0; b < B; ++b) keys[b] = C::lanes(blocks[b] + lane * 64);
+    if constexpr (Fetch)
+      for (int b = 0; b < B; ++b) __builtin_prefetch(ahead[b * rows_a_block<C>] + lane * 64);
     for (int m = 0; m < M; ++m) {
       const typename C::Lanes query = C::broadcast(queries + m * dim * C::kQueryBytes + lane * 4);
       for (int b = 0; b < B; ++b) acc[m][b] = C::multiply_add(query, keys[b], acc[m][b]);
@@ -142,23 +152,29 @@ inline void score_tile(const Queries& q, int first, const uint8_t* const* blocks
     }
 }
 
-template <class C, int M>
-void score_vectors(const Queries& q, int first, const uint8_t* const* blocks, int count, int64_t dim, float* scores) {
+template <class C, int M, bool Fetch>
+[[gnu::noinline]] void score_vectors(const Queries& q, int first, const uint8_t* const* blocks, const uint8_t* const* ahead, int count,
+                                     int64_t dim, float* scores) {
   constexpr int kBeside = blocks_beside(M);
   int b = 0;
-  for (; b + kBeside <= count; b += kBeside) score_tile<C, M, kBeside>(q, first, blocks + b, dim, scores + b * 16);
-  for (; b < count; ++b) score_tile<C, M, 1>(q, first, blocks + b, dim, scores + b * 16);
+  for (; b + kBeside <= count; b += kBeside)
+    score_tile<C, M, kBeside, Fetch>(q, first, blocks + b, ahead + b * rows_a_block<C>, dim, scores + b * 16);
+  for (; b < count; ++b) score_tile<C, M, 1, Fetch>(q, first, blocks + b, ahead + b * rows_a_block<C>, dim, scores + b * 16);
 }
 
-// acc [M][dim] += the value rows [first, last) times the weights [M][256], over 16 D dims.
-template <class C, int M, int D>
-inline void value_tile(const uint8_t* weights, const uint8_t* const* rows, int first, int last, int64_t dim, int64_t at, float* acc) {
+// acc [M][dim] += the value rows [first, last) times the weights [M][256], over 16 D dims. `ahead` as above.
+template <class C, int M, int D, bool Fetch>
+[[gnu::always_inline]] inline void value_tile(const uint8_t* weights, const uint8_t* const* rows, const uint8_t* const* ahead, int first,
+                                              int last, int64_t dim, int64_t at, float* acc) {
   typename C::Sum sum[M][D];
   for (int m = 0; m < M; ++m)
     for (int d = 0; d < D; ++d) sum[m][d] = C::load_sum(acc + m * dim + at + d * 16);
   for (int row = first; row < last; ++row) {
     typename C::ValueLanes values[D];
     for (int d = 0; d < D; ++d) values[d] = C::value_lanes(rows[row] + (at + d * 16) * C::kValueKeys * C::kValueBytes);
+    if constexpr (Fetch)
+      for (int d = 0; d < D; ++d)
+        __builtin_prefetch(ahead[row / rows_a_block<C>] + (row % rows_a_block<C> * dim + at + d * 16) * C::kValueKeys * C::kValueBytes);
     for (int m = 0; m < M; ++m) {
       const typename C::ValueLanes weight = C::broadcast_weight(weights + m * kSplitKeys * C::kWeightBytes + row * 4);
       for (int d = 0; d < D; ++d) sum[m][d] = C::multiply_add(weight, values[d], sum[m][d]);
@@ -168,12 +184,13 @@ inline void value_tile(const uint8_t* weights, const uint8_t* const* rows, int f
     for (int d = 0; d < D; ++d) C::store_sum(acc + m * dim + at + d * 16, sum[m][d]);
 }
 
-template <class C, int M>
-void value_vectors(const uint8_t* weights, const uint8_t* const* rows, int first, int last, int64_t dim, float* acc) {
+template <class C, int M, bool Fetch>
+[[gnu::noinline]] void value_vectors(const uint8_t* weights, const uint8_t* const* rows, const uint8_t* const* ahead, int first, int last,
+                                     int64_t dim, float* acc) {
   constexpr int kBeside = chunks_beside(M);
   int64_t at = 0;
-  for (; at + 16 * kBeside <= dim; at += 16 * kBeside) value_tile<C, M, kBeside>(weights, rows, first, last, dim, at, acc);
-  for (; at < dim; at += 16) value_tile<C, M, 1>(weights, rows, first, last, dim, at, acc);
+  for (; at + 16 * kBeside <= dim; at += 16 * kBeside) value_tile<C, M, kBeside, Fetch>(weights, rows, ahead, first, last, dim, at, acc);
+  for (; at < dim; at += 16) value_tile<C, M, 1, Fetch>(weights, rows, ahead, first, last, dim, at, acc);
 }
 
 // Calls f.template operator()<M>(first vector) for register tiles that cover `count` vectors.
@@ -256,15 +273,18 @@ template <class C>
 class AttentionTile {
  public:
   AttentionTile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, const AttentionWork& work, int32_t kv_head,
-                void* memory)
+                const AttentionWork& next, int32_t next_head, void* memory)
       : args_(args),
         plan_(plan),
         work_(work),
+        next_(next),
         step_(step),
         queries_(plan.queries + work.first_query),
         kv_head_(kv_head),
+        next_head_(next_head),
         group_(args.heads / args.kv.kv_heads),
         dim_(args.kv.dim),
+        fetches_(work.queries * group_ <= kMostVectors),
         s_(attention_scratch(args, memory)) {}
 
   void run() {
@@ -353,8 +373,12 @@ class AttentionTile {
     }
     const Queries queries{s_.q, s_.query_scales, s_.query_sums};
     in_register_tiles(vectors, [&]<int M>(int v) {
-      score_vectors<C, M>(queries, vector + v, key_blocks + first_block, last_block - first_block + 1, dim_,
-                          s_.scores + (vector + v) * kSplitKeys + first_block * kBlockSize);
+      float* const scores = s_.scores + (vector + v) * kSplitKeys + first_block * kBlockSize;
+      const int count = last_block - first_block + 1;
+      if (fetches_)
+        score_vectors<C, M, true>(queries, vector + v, key_blocks + first_block, rows_ + first_block * kRows, count, dim_, scores);
+      else
+        score_vectors<C, M, false>(queries, vector + v, key_blocks + first_block, nullptr, count, dim_, scores);
     });
     for (int q = visitors.first; q < visitors.last; ++q) {
       const KeyRange keys = keys_of(q, split);
@@ -427,6 +451,7 @@ class AttentionTile {
     const int latest_first = keys_of(visitors.last - 1, split).first - low, earliest_last = keys_of(visitors.first, split).last - low;
     const int joint_first = (latest_first + kBlockSize - 1) / kBlockSize * kBlockSize / C::kValueKeys;
     const int joint_last = (earliest_last + 1) / kBlockSize * kBlockSize / C::kValueKeys;
+    if (fetches_) find_keys_ahead(split);
     const bool joint = visitors.last - visitors.first > 1 && joint_first < joint_last;
     const auto own = [&](int q, bool before, bool after) {
       const KeyRange keys = keys_of(q, split);
@@ -438,6 +463,17 @@ class AttentionTile {
     if (!joint) return;
     add_rows(visitors.first * group_, (visitors.last - visitors.first) * group_, joint_first, joint_last);
     for (int q = visitors.first; q < visitors.last; ++q) own(q, false, true);
+  }
+
+  // The keys that this worker reads next: of the tile's next split, or of its next tile.
+  void find_keys_ahead(int32_t split) {
+    const bool here = split + 1 < work_.last_split;
+    const AttentionWork& work = here ? work_ : next_;
+    const int32_t base = (here ? split + 1 : work.first_split) * kSplitBlocks;
+    const int32_t* const table = block_table(step_, args_.kv.group, plan_.queries[work.first_query].row) + base;
+    const int32_t head = here ? kv_head_ : next_head_;
+    const int32_t last = step_.positions[plan_.queries[work.first_query].token] / kBlockSize - base;
+    for (int b = 0; b < kSplitBlocks; ++b) keys_ahead_[b] = key_block(args_.kv, table[b <= last ? b : 0], head);
   }
 
   // One query's value rows [from, to), where it sees the keys [first, last] of the split.
@@ -462,8 +498,12 @@ class AttentionTile {
 
   void add_rows(int vector, int vectors, int from, int to) {
     in_register_tiles(vectors, [&]<int M>(int v) {
-      value_vectors<C, M>(s_.weights + (vector + v) * kSplitKeys * C::kWeightBytes, rows_, from, to, dim_,
-                          s_.split_acc + (vector + v) * dim_);
+      const uint8_t* const weights = s_.weights + (vector + v) * kSplitKeys * C::kWeightBytes;
+      float* const acc = s_.split_acc + (vector + v) * dim_;
+      if (fetches_)
+        value_vectors<C, M, true>(weights, rows_, keys_ahead_, from, to, dim_, acc);
+      else
+        value_vectors<C, M, false>(weights, rows_, nullptr, from, to, dim_, acc);
     });
   }
 
@@ -537,27 +577,32 @@ class AttentionTile {
   const AttentionArgs& args_;
   const AttentionPlan& plan_;
   const AttentionWork& work_;
+  const AttentionWork& next_;  // what the worker will probably do then
   const StepView& step_;
   const AttentionQuery* const queries_;  // positions ascend: of one row, or in the order of their positions
-  const int32_t kv_head_;
+  const int32_t kv_head_, next_head_;
   const int group_;
   const int64_t dim_;
+  const bool fetches_;  // one register tile computes faster than the memory answers
   const AttentionScratch s_;
-  static constexpr int kRows = kBlockSize / C::kValueKeys;  // value rows of a block
-  const uint8_t* rows_[kSplitBlocks * kRows];               // value rows of the split at hand
+  static constexpr int kRows = rows_a_block<C>;
+  const uint8_t* rows_[kSplitBlocks * kRows];  // value rows of the split at hand
+  const uint8_t* keys_ahead_[kSplitBlocks];
 };
 
-// Tile `tile` of plan.work_count * kv_heads.
-inline void attention_tile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, int64_t tile, void* memory) {
+// Tile `tile` of plan.work_count * kv_heads. `next` is the tile that the worker will probably compute then.
+inline void attention_tile(const AttentionArgs& args, const StepView& step, const AttentionPlan& plan, int64_t tile, int64_t next,
+                           void* memory) {
   const AttentionWork& work = plan.work[tile / args.kv.kv_heads];
-  const auto kv_head = static_cast<int32_t>(tile % args.kv.kv_heads);
+  const AttentionWork& next_work = plan.work[next / args.kv.kv_heads];
+  const auto head = static_cast<int32_t>(tile % args.kv.kv_heads), next_head = static_cast<int32_t>(next % args.kv.kv_heads);
   switch (args.kv.type) {
     case KVType::bf16:
-      return AttentionTile<Bf16Cache>(args, step, plan, work, kv_head, memory).run();
+      return AttentionTile<Bf16Cache>(args, step, plan, work, head, next_work, next_head, memory).run();
     case KVType::f32:
-      return AttentionTile<F32Cache>(args, step, plan, work, kv_head, memory).run();
+      return AttentionTile<F32Cache>(args, step, plan, work, head, next_work, next_head, memory).run();
     case KVType::int8:
-      return AttentionTile<Int8Cache>(args, step, plan, work, kv_head, memory).run();
+      return AttentionTile<Int8Cache>(args, step, plan, work, head, next_work, next_head, memory).run();
   }
 }
 

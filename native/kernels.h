@@ -26,7 +26,7 @@ struct KernelTable {
 
   // attention.h
   int64_t (*attention_scratch_bytes)(const AttentionArgs&);
-  void (*attention_tile)(const AttentionArgs&, const StepView&, const AttentionPlan&, int64_t tile, void* scratch);
+  void (*attention_tile)(const AttentionArgs&, const StepView&, const AttentionPlan&, int64_t tile, int64_t next, void* scratch);
 
   // sampler.h
   int64_t (*sampler_scratch_bytes)(int64_t vocab);

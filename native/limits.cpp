@@ -27,7 +27,7 @@ constexpr int64_t kPiecesAThread = 16;      // of a peak
 class LimitProgram final : public Program {
  public:
   LimitProgram(const KernelTable& kernels, int64_t tiles, int threads) : kernels_(kernels), sinks_(static_cast<size_t>(threads)) {
-    gates = std::vector<Gate>(1);
+    make_gates(1, threads);
     passes = 1;
     set_tiles(0, tiles);
     operands_.fill(0x3f);  // 63 as a code, 0.75 as a float of either width: nothing overflows or is denormal

@@ -48,17 +48,32 @@ inline vf16 gumbel(vi16 word) {
 
 constexpr float kMostNoise = 22.9f;  // above -log(2^-33)
 
-// Noise of tokens 64 g .. 64 g + 63.
-inline void noise64(const NoiseKey& key, int64_t g, float* noise) {
+// The words of tokens 64 g .. 64 g + 63: word w of lane i is that of token 64 g + 4 i + w.
+inline void words64(const NoiseKey& key, int64_t g, vi16 (&words)[4]) {
   alignas(64) int32_t quads[16];
   for (int i = 0; i < 16; ++i) quads[i] = static_cast<int32_t>(16 * g + i);
-  vi16 words[4];
   philox16(key, load_i32(quads), words);
+}
+inline void noise64(const vi16 (&words)[4], float* noise) {
   for (int w = 0; w < 4; ++w) {
     float of_word[16];
     store(of_word, gumbel(words[w]));
     for (int i = 0; i < 16; ++i) noise[4 * i + w] = of_word[i];
   }
+}
+
+inline uint32_t largest_word(const vi16 (&words)[4]) {
+  const vi16 sign = set1_i32(INT32_MIN);  // turns the order of unsigned words into that of signed ones
+  const vi16 most = max_i32(max_i32(words[0] ^ sign, words[1] ^ sign), max_i32(words[2] ^ sign, words[3] ^ sign));
+  return static_cast<uint32_t>(max_lanes_i32(most)) ^ 0x80000000u;
+}
+
+// No smaller word has so much noise. -log(-log u) >= x says 1 - u <= -log u <= e^-x; 0.01 is more than all roundings.
+inline uint32_t least_word(float noise) {
+  if (noise < 0.02f) return 0;
+  float share[16];
+  store(share, exp(set1(0.01f - noise)));
+  return static_cast<uint32_t>((1.0 - static_cast<double>(share[0])) * 0x1p32);
 }
 
 // Noise of any 16 tokens.

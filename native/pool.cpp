@@ -22,10 +22,12 @@ uint32_t first_tile(uint32_t unit, uint32_t units, uint32_t tiles) {
   return static_cast<uint32_t>(static_cast<uint64_t>(unit) * tiles / units);
 }
 
-uint64_t tagged(uint64_t epoch, uint32_t next, uint32_t units) {
-  return epoch << (2 * kFieldBits) | static_cast<uint64_t>(next) << kFieldBits | units;
+uint64_t tagged(uint64_t epoch, uint32_t high, uint32_t low) {
+  return epoch << (2 * kFieldBits) | static_cast<uint64_t>(high) << kFieldBits | low;
 }
 uint64_t epoch_of(uint64_t word) { return word >> (2 * kFieldBits); }
+uint32_t high_of(uint64_t word) { return static_cast<uint32_t>(word >> kFieldBits) & kMaxUnits; }
+uint32_t low_of(uint64_t word) { return static_cast<uint32_t>(word) & kMaxUnits; }
 
 void pause() {
 #if defined(__x86_64__)
@@ -33,43 +35,63 @@ void pause() {
 #endif
 }
 
-// Take the next unit of the op in `epoch`; false if there is none left. The first to come opens the word for the epoch.
-bool claim_unit(Gate& gate, uint64_t epoch, uint32_t units, uint32_t& unit) {
-  uint64_t word = gate.claim.load(std::memory_order_acquire);
+// Take the first unit that is left of a share, or the last; false if there is none. The first to come opens the word for the
+// epoch, even if the share is empty: no late worker shall find it before its own epoch.
+bool claim_unit(Share& share, uint64_t epoch, const Part& part, bool from_front, uint32_t& unit) {
+  uint64_t word = share.left.load(std::memory_order_acquire);
   for (;;) {
-    uint32_t next = 0;
     if (epoch_of(word) > epoch) return false;
-    if (epoch_of(word) == epoch) {
-      next = static_cast<uint32_t>(word >> kFieldBits) & kMaxUnits;
-      if (next >= (word & kMaxUnits)) return false;
-    }
-    if (gate.claim.compare_exchange_weak(word, tagged(epoch, next + 1, units), std::memory_order_acq_rel)) {
-      unit = next;
-      return true;
+    const bool open = epoch_of(word) == epoch;
+    uint32_t next = open ? high_of(word) : 0, end = open ? low_of(word) : part.count;
+    const bool some = next < end;
+    if (open && !some) return false;
+    const uint32_t place = from_front ? next : end - 1;
+    if (some) (from_front ? next : end) += from_front ? 1 : -1;
+    if (share.left.compare_exchange_weak(word, tagged(epoch, next, end), std::memory_order_acq_rel)) {
+      if (some) unit = part.unit(place);
+      return some;
     }
   }
 }
 
 // Mark the op as having nothing to claim in `epoch`. Worker 0 does this for an op without tiles: a late worker that reads the tile
-// count of a newer step would otherwise find the gate still before its own epoch, and open it.
-void close(Gate& gate, uint64_t epoch) { gate.claim.store(tagged(epoch, 0, 0), std::memory_order_release); }
+// count of a newer step would otherwise find the shares still before its own epoch, and open them.
+void close(Gate& gate, uint64_t epoch, int workers) {
+  for (int w = 0; w < workers; ++w) gate.shares[static_cast<size_t>(w)].left.store(tagged(epoch, 0, 0), std::memory_order_release);
+  gate.done.store(tagged(epoch, 0, 0), std::memory_order_release);
+}
 
-// Count `units` more as done; true if that completed the op.
-bool add_done(Gate& gate, uint64_t epoch, uint32_t units, uint32_t of) {
+// Count `some` of the op's `units` as done; true if that completed the op.
+bool add_done(Gate& gate, uint64_t epoch, uint32_t some, uint32_t units) {
   uint64_t word = gate.done.load(std::memory_order_relaxed);
   for (;;) {
-    const uint64_t before = epoch_of(word) == epoch ? word : tagged(epoch, 0, 0);
-    if (gate.done.compare_exchange_weak(word, before + units, std::memory_order_seq_cst)) return before + units == tagged(epoch, 0, of);
+    const uint64_t before = epoch_of(word) == epoch ? word : tagged(epoch, units, 0);
+    if (gate.done.compare_exchange_weak(word, before + some, std::memory_order_seq_cst)) return low_of(before) + some == units;
   }
 }
 
 // For a worker that found no unit left. How many there are stands in the word: a late worker may have read another step's count.
 bool is_done(const Gate& gate, uint64_t epoch) {
-  const uint64_t word = gate.claim.load(std::memory_order_acquire);
-  return epoch_of(word) > epoch || gate.done.load(std::memory_order_seq_cst) >= tagged(epoch, 0, word & kMaxUnits);
+  const uint64_t word = gate.done.load(std::memory_order_seq_cst);
+  return epoch_of(word) > epoch || (epoch_of(word) == epoch && low_of(word) == high_of(word));
+}
+
+// Fetch a range into the cache until the op is done.
+void fetch_until_done(const Bytes& range, const Gate& gate, uint64_t epoch) {
+  constexpr int kLine = 64, kLinesAtOnce = 8;
+  for (const uint8_t* at = range.begin; at < range.end && !is_done(gate, epoch); at += kLinesAtOnce * kLine)
+    for (int line = 0; line < kLinesAtOnce; ++line) __builtin_prefetch(at + line * kLine, 0, 2);  // into L2
 }
 
 }  // namespace
+
+Part::Part(Division division, uint32_t units, uint32_t worker, uint32_t workers) {
+  const auto bound = [=](uint32_t w) { return static_cast<uint32_t>(static_cast<uint64_t>(units) * w / workers); };
+  const bool runs = division == Division::runs;
+  first = runs ? bound(worker) : worker;
+  stride = runs ? 1 : workers;
+  count = runs ? bound(worker + 1) - first : (units + workers - 1 - worker) / workers;
+}
 
 #if defined(__x86_64__)
 FlushDenormals::FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }  // FTZ | DAZ
@@ -78,6 +100,11 @@ FlushDenormals::~FlushDenormals() { _mm_setcsr(saved_); }
 FlushDenormals::FlushDenormals() : saved_(0) {}
 FlushDenormals::~FlushDenormals() = default;
 #endif
+
+void Program::make_gates(size_t ops, int threads) {
+  gates = std::vector<Gate>(ops);
+  for (Gate& gate : gates) gate.shares = std::make_unique<Share[]>(static_cast<size_t>(threads));
+}
 
 void Program::set_tiles(uint32_t op, int64_t tiles, int64_t last_tiles) {
   Gate& gate = gates[op];  // a store only where the count changed: the line stays shared between the workers' caches
@@ -147,16 +174,22 @@ void Pool::guarded_run(Program& program, uint32_t op, uint32_t pass, uint32_t ti
   }
 }
 
-void Pool::take_tiles(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int worker) {
+// Run what is left of the share of `owner`; returns the number of units.
+uint32_t Pool::take_share(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int owner, int worker) {
   Gate& gate = program.gates[op];
   const uint32_t units = units_of(tiles);
+  const Part part(gate.division, units, static_cast<uint32_t>(owner), static_cast<uint32_t>(threads()));
   uint32_t unit, taken = 0;
-  while (claim_unit(gate, epoch, units, unit)) {
-    ++taken;
+  for (; claim_unit(gate.shares[static_cast<size_t>(owner)], epoch, part, owner == worker, unit); ++taken)
     for (uint32_t tile = first_tile(unit, units, tiles), end = first_tile(unit + 1, units, tiles); tile < end; ++tile)
       if (!failed_.load(std::memory_order_relaxed)) guarded_run(program, op, pass, tile, worker);
-  }
-  if (taken > 0 && add_done(gate, epoch, taken, units)) wake_sleepers();
+  return taken;
+}
+
+void Pool::take_tiles(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int worker) {
+  uint32_t taken = 0;
+  for (int i = 0; i < threads(); ++i) taken += take_share(program, op, pass, epoch, tiles, (worker + i) % threads(), worker);
+  if (taken > 0 && add_done(program.gates[op], epoch, taken, units_of(tiles))) wake_sleepers();
 }
 
 void Pool::walk(Program& program, uint64_t epoch, uint32_t passes, int worker) {
@@ -164,11 +197,12 @@ void Pool::walk(Program& program, uint64_t epoch, uint32_t passes, int worker) {
   const auto one = [&](uint32_t op, uint32_t pass, const std::atomic<uint32_t>& count) {
     const uint32_t tiles = count.load(std::memory_order_relaxed);
     if (tiles == 0) {
-      if (worker == 0) close(program.gates[op], epoch + pass);
+      if (worker == 0) close(program.gates[op], epoch + pass, threads());
       return;
     }
     take_tiles(program, op, pass, epoch + pass, tiles, worker);
     const Gate& gate = program.gates[op];
+    if (!is_done(gate, epoch + pass)) fetch_until_done(program.reads_after(op, worker), gate, epoch + pass);
     wait_until([&] { return is_done(gate, epoch + pass); });
     if (worker == 0) program.finished(op);
   };

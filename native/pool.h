@@ -1,14 +1,17 @@
 // The thread pool: every worker walks the same list of ops and claims tiles of each.
 //
-//   worker 0 (the caller)   op 0: tiles 0 2 3 | op 1: tiles 0 1 2 3 | op 2: tile 0 | ...
-//   worker 1                op 0: tile  1     | (descheduled .....) | op 2: tile 1 | ...
+//   worker 0 (the caller)   op 0: tiles 0 1 2 4 | op 1: tiles 0 1 2 5 4 3 | op 2: tile 0 | ...
+//   worker 1                op 0: tiles 3 5 ... | (descheduled ........)  | op 2: tile 1 | ...
 //
-// A worker claims a tile by compare-and-swap on the op's word, which holds (epoch | next tile | tiles). Because the epoch is in
-// the word, a worker that comes late from an old step finds every word of that step exhausted or belonging to a newer one,
-// and can claim nothing. So a worker that the system has taken off its core delays the others only while it holds a tile,
-// and worker 0 alone can finish a whole step. An op begins when all tiles of the op before it are done.
+// Each worker has a share of an op's tiles. It takes its own from the front, so that it reads the op's weights as one stream, and
+// then those of the others from the back. A tile is claimed by compare-and-swap on its share's word, which holds
+// (epoch | next | end). Because the epoch is in the word, a worker that comes late from an old step finds every word of that step
+// exhausted or belonging to a newer one, and can claim nothing. So a worker that the system has taken off its core delays the
+// others only while it holds a tile, and worker 0 alone can finish a whole step. An op begins when all tiles of the op before it
+// are done.
 //
-// Waiting spins for at most 50 microseconds and then sleeps, inside a step and between steps: an idle pool costs nothing.
+// While a worker waits for an op's end it fetches what it will read next, so that the memory does not rest between two ops. Else it
+// spins, for at most 50 microseconds, and then sleeps, inside a step and between steps: an idle pool costs nothing.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -32,12 +35,38 @@ class FlushDenormals {
   unsigned saved_;
 };
 
-// The claim and completion words of one op, alone on a cache line.
+// What one worker's share of an op has left, alone on a cache line.
+struct alignas(64) Share {
+  std::atomic<uint64_t> left{0};  // epoch (40 bits) | next unit of the share (12) | its end (12)
+};
+
+// How an op's tiles are divided into shares: neighbours together, or dealt out in turn (for tiles in the order of their cost).
+enum class Division { runs, dealt };
+
+// The units of one worker's share, numbered from 0, and where they stand among the op's.
+//
+//   runs    | 0 1 2 3 | 0 1 2 3 | 0 1 2 |         dealt     0 0 0 1 1 1 2 2 2 3 3
+//             worker 0  worker 1  worker 2        worker    0 1 2 0 1 2 0 1 2 0 1
+struct Part {
+  uint32_t first, stride, count;
+
+  Part(Division division, uint32_t units, uint32_t worker, uint32_t workers);
+  uint32_t unit(uint32_t place) const { return first + place * stride; }
+};
+
+// The tile counts and the completion word of one op, alone on a cache line, and its shares.
 struct alignas(64) Gate {
-  std::atomic<uint64_t> claim{0};       // epoch (40 bits) | next unit (12) | units (12)
-  std::atomic<uint64_t> done{0};        // epoch (40 bits) | 0 (12) | units done (12)
+  std::atomic<uint64_t> done{0};        // epoch (40 bits) | units (12) | units done (12)
   std::atomic<uint32_t> tiles{0};       // in every pass but the last
   std::atomic<uint32_t> last_tiles{0};  // in the last pass (and for ops outside the loop)
+  Division division = Division::runs;
+  std::unique_ptr<Share[]> shares;  // one a worker
+};
+
+// A range of memory that will be read.
+struct Bytes {
+  const uint8_t* begin = nullptr;
+  const uint8_t* end = nullptr;
 };
 
 // What the pool walks: ops [0, loop_begin) once, then ops [loop_begin, gates.size()) `passes` times.
@@ -49,9 +78,12 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
   virtual void run_tile(uint32_t op, uint32_t pass, uint32_t tile, int worker) = 0;
+  // What a worker that waits for `op` is going to read next: it fetches that in the meantime. Changes no result.
+  virtual Bytes reads_after(uint32_t /*op*/, int /*worker*/) const { return {}; }
   // Called by worker 0 when an op is complete. For profiles.
   virtual void finished(uint32_t /*op*/) {}
 
+  void make_gates(size_t ops, int threads);
   void set_tiles(uint32_t op, int64_t tiles) { set_tiles(op, tiles, tiles); }
   void set_tiles(uint32_t op, int64_t tiles, int64_t last_tiles);
 
@@ -84,6 +116,7 @@ class Pool {
 
   void work(int index);
   void walk(Program& program, uint64_t epoch, uint32_t passes, int worker);
+  uint32_t take_share(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int owner, int worker);
   void take_tiles(Program& program, uint32_t op, uint32_t pass, uint64_t epoch, uint32_t tiles, int worker);
   void guarded_run(Program& program, uint32_t op, uint32_t pass, uint32_t tile, int worker);
   template <class Ready>

@@ -9,14 +9,14 @@ namespace {
 
 class Probe final : public Program {
  public:
-  Probe(int ops, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap)
+  Probe(int ops, int threads, int tiles, int passes, int work, int slow_tile, int bad_tile, int gap)
       : done_(static_cast<size_t>(ops)),
         tiles_(static_cast<uint32_t>(tiles)),
         work_(work),
         slow_tile_(slow_tile),
         bad_tile_(bad_tile),
         gap_(gap) {
-    gates = std::vector<Gate>(static_cast<size_t>(ops));
+    make_gates(static_cast<size_t>(ops), threads);
     loop_begin = static_cast<uint32_t>(ops - 1);
     this->passes = static_cast<uint32_t>(passes);
     for (uint32_t op = 0; op < gates.size(); ++op) set_tiles(op, tiles);
@@ -56,7 +56,7 @@ ProbeResult probe_pool(const std::shared_ptr<Pool>& pool, int steps, int ops, in
                        int gap) {
   if (steps < 1 || ops < 1 || tiles < 1 || passes < 1) throw std::invalid_argument("a probe needs at least one step, op, tile and pass");
   if (gap >= ops - 1) throw std::invalid_argument("the gap must come before the op in the loop");
-  Probe probe(ops, tiles, passes, work, slow_tile, bad_tile, gap);
+  Probe probe(ops, pool->threads(), tiles, passes, work, slow_tile, bad_tile, gap);
   const auto start = std::chrono::steady_clock::now();
   try {
     for (int i = 0; i < steps; ++i) {

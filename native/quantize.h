@@ -65,12 +65,49 @@ inline void quantize_group(vf16 low, vf16 high, const QuantizedRows& out, int64_
   out.scaled_half_sums[2 * group + 1] = scale * static_cast<float>(high_sum);
 }
 
+// Sixteen groups that lie one behind the other: the same, a lane a group.
+inline void quantize_16_groups(const float* x, const QuantizedRows& out, int64_t group) {
+  vi16 low[16], high[16];
+  for (int i = 0; i < 16; ++i) low[i] = max_i32(magnitude_bits(load(x + 32 * i)), magnitude_bits(load(x + 32 * i + 16)));
+  const vi16 amax_bits = max_of_each(low);
+  if (max_lanes_i32(amax_bits) >= 0x7f800000) {  // some group is not finite
+    for (int i = 0; i < 16; ++i) quantize_group(load(x + 32 * i), load(x + 32 * i + 16), out, group + i);
+    return;
+  }
+  const vf16 amax = bits_to_float(amax_bits);
+  const m16 tiny = less(amax, set1(kSmallestAmax));
+  const vf16 scale = select(tiny, zero(), amax / set1(127.0f));
+  float inverse[16];
+  store(inverse, select(tiny, zero(), set1(127.0f) / amax));
+  for (int i = 0; i < 16; ++i) {
+    low[i] = to_int(load(x + 32 * i) * set1(inverse[i]));
+    high[i] = to_int(load(x + 32 * i + 16) * set1(inverse[i]));
+    store_i8(out.codes + (group + i) * 32, low[i]);
+    store_i8(out.codes + (group + i) * 32 + 16, high[i]);
+  }
+  const vi16 low_sums = sum_of_each(low), high_sums = sum_of_each(high), sums = low_sums + high_sums;
+  store(out.scales + group, scale);
+  store_i32(out.sums + group, sums);
+  store(out.scaled_sums + group, scale * to_float(sums));
+  store_interleaved(out.half_sums + 2 * group, low_sums, high_sums);
+  store_interleaved(reinterpret_cast<int32_t*>(out.scaled_half_sums + 2 * group), float_to_bits(scale * to_float(low_sums)),
+                    float_to_bits(scale * to_float(high_sums)));
+}
+
+// Groups [group, group + count) from values that lie one behind the other.
+inline void quantize_groups(const float* x, int64_t count, const QuantizedRows& out, int64_t group) {
+  for (; count >= 16; count -= 16, group += 16, x += 16 * kActivationGroup) quantize_16_groups(x, out, group);
+  for (; count > 0; --count, ++group, x += kActivationGroup) quantize_group(load(x), load(x + 16), out, group);
+}
+
 // x [inputs] to row `row` of `out`.
 inline void quantize_row(const float* x, int64_t inputs, const QuantizedRows& out, int64_t row) {
   const int64_t whole = inputs / kActivationGroup, rest = inputs % kActivationGroup;
   int64_t group = row * (padded_codes(inputs) / kActivationGroup);
-  for (int64_t i = 0; i < whole; ++i, ++group, x += kActivationGroup) quantize_group(load(x), load(x + 16), out, group);
+  quantize_groups(x, whole, out, group);
   if (rest > 0) {
+    group += whole;
+    x += whole * kActivationGroup;
     const int low = rest < 16 ? static_cast<int>(rest) : 16, high = static_cast<int>(rest) - low;
     quantize_group(load_part(x, low), load_part(x + low, high), out, group);
   }
@@ -78,6 +115,10 @@ inline void quantize_row(const float* x, int64_t inputs, const QuantizedRows& ou
 
 // Rows [first, last) of x, x_stride elements apart.
 inline void quantize_rows(const float* x, int64_t x_stride, int64_t inputs, const QuantizedRows& out, int64_t first, int64_t last) {
+  if (x_stride == inputs && inputs % kActivationGroup == 0) {  // the groups of all rows lie one behind the other
+    const int64_t groups = inputs / kActivationGroup;
+    return quantize_groups(x + first * inputs, (last - first) * groups, out, first * groups);
+  }
   for (int64_t row = first; row < last; ++row) quantize_row(x + row * x_stride, inputs, out, row);
 }
 

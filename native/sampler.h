@@ -329,7 +329,8 @@ class Draw {
     return count;
   }
 
-  // Arg max of value + noise over the whole row. Noise is made for stretches of 64 tokens whose best value can still win.
+  // Arg max of value + noise over the whole row. Of most stretches of 64 tokens the best value, or the largest of their random words,
+  // shows that none of them can win: their noise is not made.
   int32_t noisiest_of_all(const NoiseKey& key, int32_t likeliest) {
     int32_t tokens[16] = {likeliest};
     alignas(64) float noise[64];
@@ -339,8 +340,12 @@ class Draw {
       const int64_t size = vocab_ - at < 64 ? vocab_ - at : 64;
       vf16 highest = set1(-kInfinity);
       for_each_lane_group(s_.row + at, size, [&](int64_t, vf16 value) { highest = max(highest, value); });
-      if (max_lanes(highest) + kMostNoise < best.value) continue;
-      noise64(key, at / 64, noise);
+      const float needed = best.value - max_lanes(highest);
+      if (needed > kMostNoise) continue;
+      vi16 words[4];
+      words64(key, at / 64, words);
+      if (largest_word(words) < least_word(needed)) continue;
+      noise64(words, noise);
       for (int64_t i = 0; i < size; ++i) {
         const Candidate c{s_.row[at + i] + noise[i], static_cast<int32_t>(at + i), 0.0f};
         if (before(c, best)) best = c;

@@ -84,6 +84,36 @@ inline vi16 max_i32(vi16 a, vi16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline int32_t max_lanes_i32(vi16 a) { return _mm512_reduce_max_epi32(a.v); }
 inline int32_t sum_lanes_i32(vi16 a) { return _mm512_reduce_add_epi32(a.v); }
 
+// Lane i of the result is all lanes of v[i], combined by an operation that is exact: halves the vectors and the lanes in turn.
+template <class Op>
+inline vi16 combine_each(const vi16 (&v)[16], Op op) {
+  __m512i eight[8], four[4], two[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512i a = v[2 * i].v, b = v[2 * i + 1].v;
+    eight[i] = op(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = eight[2 * i], b = eight[2 * i + 1];
+    four[i] = op(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const auto fold = [op](__m512i a, __m512i b) { return op(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)); };
+  for (int i = 0; i < 2; ++i) two[i] = fold(four[2 * i], four[2 * i + 1]);
+  return {fold(two[0], two[1])};
+}
+inline vi16 max_of_each(const vi16 (&v)[16]) {
+  return combine_each(v, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
+}
+inline vi16 sum_of_each(const vi16 (&v)[16]) {
+  return combine_each(v, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
+}
+
+// a0 b0 a1 b1 ... to p.
+inline void store_interleaved(int32_t* p, vi16 a, vi16 b) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi32(a.v, first, b.v));
+  _mm512_storeu_si512(p + 16, _mm512_permutex2var_epi32(a.v, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b.v));
+}
+
 // Sixteen pairs of int16.
 struct i16x32 {
   __m512i v;
@@ -485,6 +515,28 @@ inline vi16 end_u4s8(u4dot acc, vi16) { return acc.v; }
 // -- the same text on every tier ------------------------------------------------------------------------------------------
 
 inline vf16 zero() { return set1(0.0f); }
+#if !defined(__AVX512F__)
+// Lane i of the result is the maximum, or the sum, of the lanes of v[i].
+inline vi16 max_of_each(const vi16 (&v)[16]) {
+  int32_t x[16];
+  for (int i = 0; i < 16; ++i) x[i] = max_lanes_i32(v[i]);
+  return load_i32(x);
+}
+inline vi16 sum_of_each(const vi16 (&v)[16]) {
+  int32_t x[16];
+  for (int i = 0; i < 16; ++i) x[i] = sum_lanes_i32(v[i]);
+  return load_i32(x);
+}
+
+// a0 b0 a1 b1 ... to p.
+inline void store_interleaved(int32_t* p, vi16 a, vi16 b) {
+  int32_t x[16], y[16];
+  store_i32(x, a);
+  store_i32(y, b);
+  for (int i = 0; i < 16; ++i) p[2 * i] = x[i], p[2 * i + 1] = y[i];
+}
+#endif
+
 inline uint32_t load_u32(const void* p) {
   uint32_t r;
   std::memcpy(&r, p, 4);

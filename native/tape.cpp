@@ -11,7 +11,8 @@ namespace noria {
 namespace {
 
 constexpr int64_t kTilesPerThread = 4;
-constexpr int kMaskSpins = 2000;  // some ten microseconds
+constexpr int64_t kMostFetched = 128 << 10;  // bytes of the next op's weights: they stay in L2 beside what the present op needs
+constexpr int kMaskSpins = 2000;             // some ten microseconds
 constexpr auto kMaskNap = std::chrono::microseconds(20);
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("step inputs: " + message); }
@@ -89,10 +90,13 @@ void Tape::add_draw(float* logits) {
 
 void Tape::finish() {
   if (!recording_loop_) loop_begin = static_cast<uint32_t>(ops_.size());
-  gates = std::vector<Gate>(ops_.size());
+  make_gates(ops_.size(), pool_->threads());
   int64_t bytes = kernels_.sampler_scratch_bytes(limits_.vocab);
-  for (const Op& op : ops_)
-    if (op.kind == OpKind::attention) bytes = std::max(bytes, kernels_.attention_scratch_bytes(op.attention));
+  for (size_t i = 0; i < ops_.size(); ++i)
+    if (ops_[i].kind == OpKind::attention) {
+      bytes = std::max(bytes, kernels_.attention_scratch_bytes(ops_[i].attention));
+      gates[i].division = Division::dealt;  // the planner puts the longest first
+    }
   for (int i = 0; i < pool_->threads(); ++i) {
     scratch_.push_back(std::unique_ptr<std::byte[]>(new std::byte[static_cast<size_t>(bytes) + 64]));
     const auto address = reinterpret_cast<uintptr_t>(scratch_.back().get());
@@ -268,6 +272,12 @@ void Tape::run_draws(uint32_t pass, uint32_t tile, void* scratch) const {
   }
 }
 
+// The tile that a worker will probably take behind one of an op that is dealt out.
+int64_t Tape::tile_after(uint32_t op, uint32_t tile) const {
+  const uint32_t next = tile + static_cast<uint32_t>(pool_->threads());
+  return next < gates[op].last_tiles.load(std::memory_order_relaxed) ? next : tile;
+}
+
 void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
   const Op& op = ops_[index];
   std::byte* const scratch = scratch_start_[static_cast<size_t>(worker)];
@@ -282,10 +292,33 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
     case OpKind::linear:
       return run_linear(op, pass, tile);
     case OpKind::attention:
-      return kernels_.attention_tile(op.attention, step_, planners_[op.plan].view(), tile, scratch);
+      return kernels_.attention_tile(op.attention, step_, planners_[op.plan].view(), tile, tile_after(index, tile), scratch);
     case OpKind::draw:
       return run_draws(pass, tile, scratch);
   }
+}
+
+// The beginning of the worker's share of the next linear op's weights. A share of row blocks begins where its run of panels does.
+Bytes Tape::reads_after(uint32_t op, int worker) const {
+  do
+    if (++op == ops_.size()) return {};
+  while (ops_[op].kind != OpKind::linear);
+  const LinearArgs& args = ops_[op].linear[1];
+  const auto tiles = static_cast<uint64_t>(gates[op].last_tiles.load(std::memory_order_relaxed));
+  if (tiles == 0) return {};
+  const auto first = static_cast<int64_t>(tiles * static_cast<uint64_t>(worker) / static_cast<uint64_t>(pool_->threads()));
+  int64_t panel = first / args.tiling.row_blocks * args.tiling.panel_run;
+  for (int s = 0; s < args.segment_count; ++s) {
+    const LinearSegment& segment = args.segments[s];
+    const int64_t count = panel_count(segment.outputs);
+    if (panel < count) {
+      const uint8_t* const begin = segment.data + panel * segment.panel_stride;
+      const int64_t bytes = (count - panel) * segment.panel_stride;
+      return {begin, begin + std::min(bytes, kMostFetched)};
+    }
+    panel -= count;
+  }
+  return {};
 }
 
 // -- profile -----------------------------------------------------------------------------------------------------------------------

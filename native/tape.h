@@ -59,6 +59,7 @@ class Tape final : public Program {
   void run(StepView& step, float* all_logits);
 
   void run_tile(uint32_t op, uint32_t pass, uint32_t tile, int worker) override;
+  Bytes reads_after(uint32_t op, int worker) const override;
   void finished(uint32_t op) override;
 
   // -- profile -----------------------------------------------------------------------------------------------------------------
@@ -89,6 +90,7 @@ class Tape final : public Program {
   int64_t rows_of(Domain domain) const;
   int64_t count_linear(LinearArgs& args, int64_t rows) const;
   void run_linear(const Op& op, uint32_t pass, uint32_t tile) const;
+  int64_t tile_after(uint32_t op, uint32_t tile) const;
   void await_masks() const;
   void run_draws(uint32_t pass, uint32_t tile, void* scratch) const;
   Op& op_of(OpKind kind);

@@ -43,7 +43,9 @@ bool map(const char* function, const float* x, float* y, int64_t count) {
 void noise(uint64_t seed, int64_t position, int32_t stream, float* out, int64_t count) {
   alignas(64) float stretch[64];
   for (int64_t at = 0; at < count; at += 64) {
-    noise64({seed, position, stream}, at / 64, stretch);
+    vi16 words[4];
+    words64({seed, position, stream}, at / 64, words);
+    noise64(words, stretch);
     std::memcpy(out + at, stretch, sizeof(float) * static_cast<size_t>(count - at < 64 ? count - at : 64));
   }
 }

@@ -107,6 +107,9 @@ class FakeRunner:
         self._outstanding = ticket
         return ticket
 
+    def mask(self, fill: Callable[[int, int], None]) -> None:
+        """What it draws needs no masks."""
+
     def wait(self, ticket: FakeTicket) -> StepResult:
         assert self._outstanding is ticket
         self._outstanding = None
@@ -238,7 +241,10 @@ class Adversary:
         engine.speculator.drafts_for = self  # type: ignore[method-assign, assignment]
         engine.speculator.waits = lambda sequence: self._random.random() < 0.5  # type: ignore[method-assign]
 
-    def __call__(self, sequence: Any, most: int, bargain: object) -> tuple[int, ...]:
+    def __call__(self, rows: list[tuple[Any, int]], bargain: object) -> list[tuple[int, ...]]:
+        return [self._drafts(sequence, most) for sequence, most in rows]
+
+    def _drafts(self, sequence: Any, most: int) -> tuple[int, ...]:
         known = len(sequence.tokens)
         right = self._outcome(sequence)[known : known + self._random.randint(0, most)]
         return tuple([abs(token - 1) if self._random.random() < self._error else token for token in right])  # in the vocabulary

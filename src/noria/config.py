@@ -11,12 +11,21 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+DraftMethod = Literal["ngram", "suffix", "draft_model"]
+
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How drafts are made, as vLLM's JSON: {"method": "ngram", "num_speculative_tokens": 8}."""
+    """How drafts are made, as vLLM's JSON: {"method": "ngram", "num_speculative_tokens": 8}. Several methods are a list."""
 
-    method: Literal["ngram", "draft_model"]
+    method: DraftMethod | Annotated[tuple[DraftMethod, ...], Meta(min_length=1)]
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # the most of one sequence in a step
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10_000  # outputs that the method suffix remembers
+    model: str | None = None  # of the method draft_model
+
+    @property
+    def methods(self) -> tuple[DraftMethod, ...]:
+        """All methods that are asked for."""
+        return (self.method,) if isinstance(self.method, str) else self.method
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: (
         Annotated[
             SpeculativeConfig,
-            Meta(description='drafts from the text itself, as JSON: {"method": "ngram", "num_speculative_tokens": 8}'),
+            Meta(
+                description='drafts, JSON: {"method": ["ngram", "suffix"], "num_speculative_tokens": 8} (docs/speculation.md)'
+            ),
         ]
         | None
     ) = None

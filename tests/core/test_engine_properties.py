@@ -38,6 +38,7 @@ def expected(key: bytes, kind: str, max_model_len: int) -> list[Choice]:
 SPECULATION: dict[str, Any] = {
     "off": {},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}},
+    "both": {"speculative_config": {"method": ["ngram", "suffix"], "num_speculative_tokens": 5}},
     "right": {},
     "wrong": {},
     "mixed": {},
@@ -71,7 +72,7 @@ class Traffic(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         careful=st.sampled_from([True, False, False]),
         itl_target_ms=st.sampled_from([0, 1, 20, 100]),
-        speculation=st.sampled_from(["off", "ngram", "right", "wrong", "mixed", "mixed"]),
+        speculation=st.sampled_from(["off", "ngram", "both", "right", "wrong", "mixed", "mixed"]),
     )
     def start(
         self,

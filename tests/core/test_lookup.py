@@ -57,7 +57,7 @@ def test_a_text_longer_than_its_first_tables() -> None:
 
 
 def feed(prediction: Prediction, *output: int) -> None:
-    tokens = [99]
+    tokens = [99] * prediction._end
     for token in output:
         tokens.append(token)
         prediction.advance(tokens, len(tokens))
@@ -65,7 +65,7 @@ def feed(prediction: Prediction, *output: int) -> None:
 
 def test_a_prediction_is_read_from_its_beginning() -> None:
     """Red when it waits for a match first."""
-    prediction = Prediction((1, 2, 3, 4))
+    prediction = Prediction((1, 2, 3, 4), 1)
     assert prediction.read(9) == [1, 2, 3, 4]
     feed(prediction, 1, 2)
     assert (prediction.read(9), prediction.foreseen) == ([3, 4], 2)
@@ -73,14 +73,14 @@ def test_a_prediction_is_read_from_its_beginning() -> None:
 
 def test_a_renamed_token_does_not_lose_the_place() -> None:
     """Red when a substitution needs a match before copying goes on."""
-    prediction = Prediction(tuple(range(20)))
+    prediction = Prediction(tuple(range(20)), 1)
     feed(prediction, 0, 1, 70)
     assert prediction.read(2) == [3, 4]
 
 
 def test_an_insertion_and_a_deletion_are_found_again() -> None:
     """Red when the cursor is not put back where the text goes on."""
-    prediction = Prediction(tuple(range(40)))
+    prediction = Prediction(tuple(range(40)), 1)
     feed(prediction, 0, 1, 70, 71, 72, 2, 3)
     assert prediction.read(2) == [4, 5]
     feed(prediction, 20, 21)

@@ -111,9 +111,13 @@ def test_the_reference_fma_rounds_once() -> None:
 # -- activations ----------------------------------------------------------------------------------------------------------
 
 
-def test_quantisation_is_as_defined(tier: str) -> None:
-    """Red if a scale is not amax / 127, a code not rounded to nearest even, or a sum leaves a code out."""
-    x = random_rows(5, 99)
+@pytest.mark.parametrize("inputs", [99, 352, 576])
+def test_quantisation_is_as_defined(inputs: int, tier: str) -> None:
+    """Red if a scale is not amax / 127, a code not rounded to nearest even, or a sum leaves a code out.
+
+    Sixteen groups in a row are done together: of 99 inputs there are never so many, of 576 across the rows.
+    """
+    x = random_rows(5, inputs)
     x[1, :32] = 0
     x[2, 32:64] = 1e-37  # 127 / amax would be infinite
     x[3, 64:96] = np.linspace(-126.5, 127, 32)  # ties
@@ -125,6 +129,21 @@ def test_quantisation_is_as_defined(tier: str) -> None:
     np.testing.assert_array_equal(half_sums, expected_codes.reshape(5, -1, 16).sum(axis=2))
     assert_same_bits(scaled_sums, expected_scales * sums.astype(np.float32))
     assert_same_bits(scaled_half_sums, np.repeat(expected_scales, 2, axis=1) * half_sums.astype(np.float32))
+
+
+def test_a_group_that_is_not_finite_changes_no_other(tier: str) -> None:
+    """Red if one group of sixteen that are done together spoils its neighbours, or gets a number for a scale."""
+    x = random_rows(4, 512)
+    clean = _native.linear.quantize(tier, x)
+    x[1, 40] = np.inf
+    x[2, 511] = np.nan
+    codes, scales, *_ = _native.linear.quantize(tier, x)
+    spoilt = np.zeros((4, 16), bool)
+    spoilt[1, 1] = spoilt[2, 15] = True
+    assert np.isnan(scales[spoilt]).all()
+    assert not codes.reshape(4, 16, 32)[spoilt].any()
+    assert_same_bits(scales[~spoilt], clean[1][~spoilt])
+    np.testing.assert_array_equal(codes.reshape(4, 16, 32)[~spoilt], clean[0].reshape(4, 16, 32)[~spoilt])
 
 
 @pytest.mark.parametrize("poison", [np.nan, -np.nan, np.inf, -np.inf])

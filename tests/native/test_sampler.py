@@ -73,6 +73,15 @@ def test_draws_equal_the_reference(vocab: int, scale: float) -> None:
     assert np.allclose(drawn.top_logprobs, expected.top_logprobs, atol=2e-5, rtol=2e-6)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+def test_no_stretch_is_passed_over_in_which_a_token_wins(scale: float, tier: str) -> None:
+    """Red if the bound by which noise is not made is too low: rarely, another token than the reference's is drawn."""
+    logits = random_logits(1, 20_000, scale, seed=3)
+    rows = [{"logit_row": 0, "seed": seed, "position": 7, "stream": 0, "temperature": 1.0, "num_top": -1} for seed in range(60)]
+    expected = reference.draw(logits, draws(rows))
+    np.testing.assert_array_equal(native_draws(logits, rows, tier).token, expected.token)
+
+
 def test_tiers_and_threads_draw_the_same_bits() -> None:
     """Red when exp, log or a sum of the sampler depends on the tier, or a draw on its neighbours."""
     rng = np.random.default_rng(3)

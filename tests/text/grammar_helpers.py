@@ -8,6 +8,7 @@ import numpy as np
 
 from noria.core.constraint import Constraint
 from noria.text.constraint import GrammarConstraint, RunGuard
+from noria.text.forced import Foresight
 from noria.text.grammar import Compiler, Vocabulary
 from noria.types import StructuredOutput
 
@@ -32,7 +33,7 @@ def masks(constraint: Constraint, size: int, drafts: Sequence[int] = ()) -> list
 def constraint(words: Vocabulary, kind: str, value: str = "", *, extra_ends: int = 0, guard: bool = False) -> GrammarConstraint:
     """A constraint before its first token, without the engine around it."""
     matcher = Compiler(words).compile(StructuredOutput(kind=kind, value=value))  # type: ignore[arg-type]
-    return GrammarConstraint(matcher, extra_ends, RunGuard(words) if guard else None)
+    return GrammarConstraint(matcher, extra_ends, RunGuard(words) if guard else None, Foresight(words))
 
 
 def accepts(words: Vocabulary, kind: str, value: str, text: str) -> bool:

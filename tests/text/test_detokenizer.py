@@ -79,7 +79,7 @@ def test_a_character_appears_when_its_last_byte_does(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_surrogate_is_two_replacement_characters(kind: str) -> None:
-    """Red when ED A0, which a decoder holds back although nothing can complete it, counts as one broken character at the end."""
+    """Red when ED A0, which a decoder holds back although nothing can complete it, is one broken character at the end."""
     tokenizer = KINDS[kind]
     half = bytes_of(tokenizer, b"\xed\xa0")
     for ids in (half, [*half, *half], [*half, *bytes_of(tokenizer, b"a")]):

@@ -2,11 +2,13 @@
 
     repeat    the model is asked to repeat a passage of the corpus: drafts come from the prompt
     edit      it is given a function of Python's library to rename a variable in, and the function as the prediction
+    again     four questions are asked again and again: drafts come from earlier answers (`--method suffix`)
     random    prompts of random ids, answers sampled at temperature 1: nothing to copy, the drafts' cost alone
 
-    python -m noria.bench.copying MODEL [--pairs 20] [--streams 1] [--tokens 128]
+    python -m noria.bench.copying MODEL [--pairs 20] [--streams 1] [--tokens 128] [--method ngram --method suffix]
 
-Both engines are one: speculation is switched between runs, whose outputs must be equal.
+Both engines are one: speculation is switched between runs, whose outputs must be equal. But for `again`, each run has a salt
+of its own, so that no run copies from the one before.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from noria.types import EngineRequest, SamplingParams
 from noria.weights.hub import cache_directory
 
 PASSAGE = 160  # tokens
-WORKLOADS = ("repeat", "edit", "random")
+WORKLOADS = ("repeat", "edit", "again", "random")
+QUESTIONS = (
+    "Explain how a water wheel works.",
+    "Write a short story about a lighthouse keeper.",
+    "List ten uses of salt, one sentence each.",
+    "What are the seasons, and why are there seasons?",
+)
 Prompt = tuple[tuple[int, ...], tuple[int, ...]]  # ids, and those of the prediction
 
 
@@ -45,6 +53,8 @@ def prompts(workload: str, tokenizer: Tokenizer, template: object, vocab: int, c
             (_chat(template, text), tuple(tokenizer.encode(code, add_special_tokens=False, parse_special=False)))
             for text, code in zip(asked, codes, strict=True)
         ]
+    if workload == "again":
+        return [(_chat(template, question), ()) for question in QUESTIONS]
     ids = tokenizer.encode(load_corpus(None).text, add_special_tokens=False, parse_special=False)
     stride = len(ids) // count
     passages = [tokenizer.decode(ids[i * stride : i * stride + PASSAGE]) for i in range(count)]
@@ -58,26 +68,32 @@ def _chat(template: object, text: str) -> tuple[int, ...]:
 class Copying:
     """One engine, and the workload's requests."""
 
-    def __init__(self, built: BuiltEngine, work: Sequence[Prompt], streams: int, tokens: int, temperature: float) -> None:
+    def __init__(self, built: BuiltEngine, work: Sequence[Prompt], workload: str, streams: int, tokens: int) -> None:
         self.accepted = self.drafted = 0
         self._engine = built.engine
         self._work = work
         self._streams = streams
         self._tokens = tokens
-        self._temperature = temperature
+        self._temperature = float(workload == "random")
+        self._salted = workload != "again"
+        self._runs = 0
         self._next_id = 0
 
     def seconds(self, index: int, speculation: bool) -> tuple[float, list[tuple[int, ...]]]:
         """Run `streams` requests: (seconds of decoding a token, outputs)."""
         engine = self._engine
         engine.speculator.active = speculation
+        self._runs += 1
+        salt = str(self._runs) if self._salted else ""
         said: dict[int, tuple[int, ...]] = {}
         for stream in range(self._streams):
             ids, prediction = self._work[(index * self._streams + stream) % len(self._work)]
             self._next_id += 1
             params = SamplingParams(temperature=self._temperature, max_tokens=self._tokens, ignore_eos=True, seed=0)
             prediction = prediction if speculation else ()
-            engine.add(EngineRequest(request_id=self._next_id, prompt=ids, params=params, prediction=prediction))
+            engine.add(
+                EngineRequest(request_id=self._next_id, prompt=ids, params=params, prediction=prediction, cache_salt=salt)
+            )
         engine.reset_prefix_cache()
         begin: float | None = None
         while engine.has_work:
@@ -87,7 +103,9 @@ class Copying:
             if begin is None and len(said) == self._streams:
                 begin, before = time.perf_counter(), sum(map(len, said.values()))
         assert begin is not None
-        return (time.perf_counter() - begin) / (sum(map(len, said.values())) - before), list(said.values())
+        return (time.perf_counter() - begin) / (sum(map(len, said.values())) - before), [
+            said[request] for request in sorted(said)
+        ]
 
 
 def main() -> None:
@@ -98,13 +116,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
+    parser.add_argument("--method", choices=("ngram", "suffix"), action="append")
     args = parser.parse_args()
-    config = EngineConfig(model=args.model, max_model_len=2048, speculative_config=SpeculativeConfig(method="ngram"))
+    speculative = SpeculativeConfig(method=tuple(args.method or ("ngram",)))
+    config = EngineConfig(model=args.model, max_model_len=2048, speculative_config=speculative)
     built = build_engine(config)
     text = load_text(built.checkpoint.path, cache_directory(config.cache_dir), None)
     for workload in args.workload or WORKLOADS:
         work = prompts(workload, text.tokenizer, text.template, built.spec.vocab_size, max(4, args.streams))
-        copying = Copying(built, work, args.streams, args.tokens, float(workload == "random"))
+        copying = Copying(built, work, workload, args.streams, args.tokens)
         before = built.engine.stats()
         outputs: dict[tuple[bool, int], list[tuple[int, ...]]] = {}
 

@@ -26,6 +26,10 @@ class Constraint(Protocol):
     def failure(self) -> str | None:
         """Why it cannot go on, if it cannot: one line for a person."""
 
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """A guess of the next tokens where their text is certain; () where several may follow. May be read at any time."""
+
     def fill(self, address: int, stride: int, drafts: Sequence[int]) -> None:
         """Write 1 + len(drafts) masks of `stride` bytes each from `address` on: for the next token, then behind each draft.
 

@@ -63,17 +63,22 @@ class Drafter:
         self.prediction = prediction
 
     def follow(self, tokens: list[int]) -> None:
-        """Judge the guesses by the tokens that have come since, and guess again."""
-        for end in range(self._known + 1, len(tokens) + 1):
-            token = tokens[end - 1]
-            for source, own, shared in zip(self._sources, self._own, self._shared, strict=True):
+        """Judge the guesses by the tokens that have come since, up to the first that was wrong, and guess again."""
+        known = len(tokens)
+        for source, own, shared in zip(self._sources, self._own, self._shared, strict=True):
+            end = self._known
+            while end < known:
+                end += 1
                 guess = source.guess
+                hit = guess == tokens[end - 1]
                 if guess != NOWHERE:
                     kind = _class(source.match)
-                    own.count(kind, guess == token)
-                    shared.count(kind, guess == token)
+                    own.count(kind, hit)
+                    shared.count(kind, hit)
+                if not hit:
+                    end = known
                 source.advance(tokens, end)
-        self._known = len(tokens)
+        self._known = known
 
     def odds(self, place: int, match: int) -> float:
         """How often a guess of a source comes true behind a match of such a length."""
@@ -93,9 +98,11 @@ class Drafter:
         source = self._sources[best]
         drafts = source.read(most)
         runs: list[float] = []
-        run = 1.0
-        for further in range(len(drafts)):
-            run *= self.odds(best, source.match + further)
+        run, odds, kind = 1.0, best_odds, _class(source.match)
+        for match in range(source.match, source.match + len(drafts)):
+            if _class(match) != kind:
+                odds, kind = self.odds(best, match), _class(match)
+            run *= odds
             if run < _LEAST_ODDS:
                 break
             runs.append(run)

@@ -35,7 +35,7 @@ class Source(Protocol):
         """The next token; NOWHERE if it has no idea."""
 
     def advance(self, tokens: list[int], end: int) -> None:
-        """`tokens[:end]` are known: the last of them is new."""
+        """`tokens[:end]` are known. More than one is new only if the first of them was not the guess."""
 
     def read(self, count: int) -> list[int]:
         """The next tokens, at most `count`. The first is `guess`."""
@@ -105,7 +105,7 @@ class OwnText:
         return NOWHERE if self._cursor < 0 else self._tokens[self._cursor]
 
     def advance(self, tokens: list[int], end: int) -> None:
-        if self.guess == tokens[end - 1]:
+        if self._end + 1 == end and self.guess == tokens[end - 1]:
             self._cursor += 1
             self._end = end
             self.match += 1
@@ -142,10 +142,12 @@ class Prediction:
     """
 
     name = "prediction"
-    __slots__ = ("_cursor", "_index", "_lost", "_text", "foreseen", "match")
+    __slots__ = ("_cursor", "_end", "_index", "_lost", "_text", "foreseen", "match")
 
-    def __init__(self, text: tuple[int, ...]) -> None:
+    def __init__(self, text: tuple[int, ...], known: int) -> None:
+        """The first token to be guessed is behind `known` of the sequence's."""
         self._text = list(text)
+        self._end = known
         self._index = PairIndex(self._text)
         self._index.extend(len(text))
         self._cursor = 0
@@ -158,6 +160,11 @@ class Prediction:
         return self._text[self._cursor] if self._cursor < len(self._text) else NOWHERE
 
     def advance(self, tokens: list[int], end: int) -> None:
+        for last in range(self._end + 1, end + 1):
+            self._advance_one(tokens, last)
+        self._end = end
+
+    def _advance_one(self, tokens: list[int], end: int) -> None:
         if self.guess == tokens[end - 1]:
             self._cursor += 1
             self._lost = 0

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
+from noria.core.bargain import Bargain
 from noria.core.costs import CostModel, Room, Work
 from noria.core.growth import Growth
 from noria.core.plan import NewRow, PlanRow, RowResult, StepPlan
 from noria.core.queue import WaitingQueue
 from noria.core.sequence import Sequence, State
-from noria.core.speculate import Bargain, Speculator
+from noria.core.speculate import Speculator
 from noria.core.victims import choose_victim, inherited, worst
 from noria.kv.cache import Blocks, Hit, KVCache
 from noria.kv.keys import BLOCK_SIZE
@@ -127,6 +128,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step | None:
         """Plan a step; None if there is nothing to compute now."""
         self._short = False
+        self.speculator.begin_step()
         if self.background and len(self.queue):
             self._make_way(now)
         planned: list[Planned] = []
@@ -193,17 +195,23 @@ class Scheduler:
     def _plan_drafts(self, planned: list[Planned], room: Room) -> None:
         """Give decodes drafts, out of tokens, blocks and time that nobody else has a use for."""
         left = self._max_tokens - sum([count for _, _, count, _ in planned])
-        if left <= 0 or not (self.speculator.active or any(s.request.prediction for s, *_ in planned)):
+        if left <= 0 or not self.speculator.considers([sequence for sequence, *_ in planned]):
             return
         decodes = [start for _, start, count, _ in planned if count == 1]
         context = sum(decodes) + len(decodes)
         bargain = Bargain(self.speculator.cost, Work(len(decodes), context, context, len(decodes)), room.seconds)
-        for place, (sequence, start, count, blocks) in enumerate(planned):
-            if count > 1 or sequence.pending or sequence.streams or start + 1 != len(sequence.tokens):
-                continue
-            most = min(left, self._max_chunk - 1, sequence.limit - len(sequence.tokens) - 1, self._places(sequence, start))
-            drafts = self.speculator.drafts_for(sequence, most, bargain) if most > 0 else ()
+        places = []
+        rows = []
+        for place, (sequence, start, count, _) in enumerate(planned):
+            if count == 1 and not (sequence.pending or sequence.streams) and start + 1 == len(sequence.tokens):
+                most = min(self._max_chunk - 1, sequence.limit - len(sequence.tokens) - 1, self._places(sequence, start))
+                if most > 0:
+                    places.append(place)
+                    rows.append((sequence, most))
+        for place, drafts in zip(places, self.speculator.drafts_for(rows, bargain), strict=True):
+            drafts = drafts[:left]
             if drafts:
+                sequence, start, _, blocks = planned[place]
                 more = self.cache.allocate(sequence.kv, start + 1 + len(drafts)) or ()
                 sequence.drafts = drafts
                 planned[place] = (sequence, start, 1 + len(drafts), _joined(blocks, more))
@@ -421,6 +429,7 @@ class Scheduler:
             self.leaving[sequence] = None
         sequence.state = State.FINISHED
         sequence.stamp(Phase.DELIVERY, now)
+        self.speculator.ended(sequence)
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:

@@ -4,97 +4,127 @@ A draft is a guess of a token that is not known yet. The runner draws the target
 of that position, as it would without drafts, and a draft counts if it is equal: drafts change when a token is made,
 never which.
 
-How many are worth it is a matter of measured rates. A step of R decodes takes T seconds; with k drafts of one more sequence it
-takes T(k), and makes s1 + s1 s2 + ... more tokens on average, where s is how often guesses like these came true:
+    sources       a prediction, a grammar, the text itself, earlier outputs      `lookup`, `forced`, `outputs`
+    drafter       the best source of a sequence, by how often each was right     `drafter`
+    bargain       how many drafts of each sequence the step is worth             `bargain`, `verification`
 
-    tokens a second    (R + E + s1 + s1 s2 + ...) / T(k)      is to be highest, and higher than without by `_LEAST_GAIN`
+Where nothing has been worth it, up to `_LONGEST_REST` steps pass before guesses are looked at again: beside many decodes,
+speculation costs next to nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from noria.config import SpeculativeConfig
-from noria.core.costs import CostModel, Work
+from noria.core.bargain import Bargain, Proposal
+from noria.core.costs import CostModel
 from noria.core.drafter import Drafter, Tally
+from noria.core.forced import Forced
 from noria.core.lookup import OwnText, Prediction, Source
+from noria.core.outputs import Outputs, SuffixLookup
 from noria.core.sequence import Sequence
 from noria.core.verification import VerificationCost
 from noria.types import ConfigError
 
-PREDICTED = 16  # drafts at once from a prediction, where no setting says how many
-_LEAST_GAIN = 1.02  # of the rate; less would be lost in what is not predicted
-
-
-class Bargain:
-    """The drafts of one step: what they are expected to bring, and to cost."""
-
-    def __init__(self, cost: VerificationCost, decodes: Work, seconds: float) -> None:
-        """`decodes`: the tokens of the step that are no prompt's; `seconds`: that drafts may add to it."""
-        self._cost = cost
-        self._work = decodes
-        self._made = float(decodes.tokens)
-        self._spent = cost.seconds(decodes)
-        self._latest = self._spent + seconds
-
-    def worth(self, context: int, runs: list[float]) -> int:
-        """How many drafts behind `context` tokens to take, as the rate says; they are taken."""
-        best, best_rate, chosen = 0, _LEAST_GAIN * self._made / self._spent, (self._work, self._made, self._spent)
-        made, base = self._made, self._work
-        pairs = base.pairs
-        for count, run in enumerate(runs, 1):
-            made += run
-            pairs += context + count
-            work = Work(base.tokens + count, pairs, base.context + count, base.logits + count)
-            seconds = self._cost.seconds(work)
-            if seconds > self._latest:
-                break
-            if made > best_rate * seconds:
-                best, best_rate, chosen = count, made / seconds, (work, made, seconds)
-        self._work, self._made, self._spent = chosen
-        return best
+UNASKED = 16  # drafts at once from a prediction or a grammar, where no setting says how many
+_LONGEST_REST = 8  # steps, after some in which no draft was worth it; a sequence that decodes alone never rests
+_LONGEST_AFTER_WAITING = 63  # the same where a sequence has left out a step for drafts that it was not given
 
 
 class Speculator:
-    """Proposes drafts for the sequences of one engine. `config` None: only from predictions."""
+    """Proposes drafts for the sequences of one engine. `config` None: only from predictions and grammars."""
 
     def __init__(self, config: SpeculativeConfig | None, costs: CostModel) -> None:
         """ConfigError for a method that this engine has not."""
-        if config is not None and config.method == "draft_model":
-            raise ConfigError("--speculative-config: a draft model is not supported by this engine; use the method ngram")
+        self._methods = () if config is None else config.methods
+        if "draft_model" in self._methods or (config is not None and config.model is not None):
+            raise ConfigError("--speculative-config: a draft model is not supported by this engine; use ngram, suffix or both")
         self.cost = VerificationCost(costs)
         self.drafts = 0  # rows that had some
         self.draft_tokens = 0
         self.accepted_tokens = 0
-        self.active = config is not None  # for every sequence, not only for those with a prediction
-        self._most = PREDICTED if config is None else config.num_speculative_tokens
+        self.active = config is not None  # for every sequence, not only for those with a prediction or a grammar
+        self._most = UNASKED if config is None else config.num_speculative_tokens
+        self._outputs = (
+            None if config is None or "suffix" not in config.methods else Outputs(config.suffix_decoding_max_cached_requests)
+        )
         self._tallies: dict[str, Tally] = {}
+        self._waiting = self._waited = (
+            False  # whether a sequence leaves out this step to have drafts in the next; the one before
+        )
+        self._rest = self._resting = 0  # steps that are let pass behind one that had no drafts, and those still to come
+
+    def serves(self, sequence: Sequence) -> bool:
+        """Whether a sequence has sources of drafts."""
+        return self.active or sequence.constraint is not None or bool(sequence.request.prediction)
 
     def drafter(self, sequence: Sequence) -> Drafter | None:
         """The drafter of a sequence that decodes, up to date; None if it is to have none."""
+        if not self.serves(sequence):
+            return None
         if sequence.drafter is None:
-            prediction = Prediction(sequence.request.prediction) if sequence.request.prediction else None
-            sources: list[Source] = [] if prediction is None else [prediction]
-            if self.active:
-                sources.append(OwnText(sequence.tokens, sequence.prompt_length))
-            if not sources:
-                return None
-            sequence.drafter = Drafter(sources, self._tallies, sequence.prompt_length, prediction)
+            sequence.drafter = self._new_drafter(sequence)
         sequence.drafter.follow(sequence.tokens)
         return sequence.drafter
 
-    def drafts_for(self, sequence: Sequence, most: int, bargain: Bargain) -> tuple[int, ...]:
-        """The drafts of one row, at most `most`: the one place where proposals come from."""
+    def _new_drafter(self, sequence: Sequence) -> Drafter:
+        prediction = Prediction(sequence.request.prediction, sequence.prompt_length) if sequence.request.prediction else None
+        sources: list[Source] = [] if prediction is None else [prediction]
+        if sequence.constraint is not None:
+            sources.append(Forced(sequence.constraint, sequence.prompt_length))
+        if self.active and "ngram" in self._methods:
+            sources.append(OwnText(sequence.tokens, sequence.prompt_length))
+        if self.active and self._outputs is not None:
+            sources.append(SuffixLookup(self._outputs, sequence.request.cache_salt, sequence.prompt_length))
+        return Drafter(sources, self._tallies, sequence.prompt_length, prediction)
+
+    def considers(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether to think about drafts in a step of these; asked once a step."""
+        if self._resting:
+            self._resting -= 1
+            return False
+        return any(map(self.serves, sequences))
+
+    def drafts_for(self, rows: list[tuple[Sequence, int]], bargain: Bargain) -> list[tuple[int, ...]]:
+        """The drafts of a step's rows, each at most so many: the one place where proposals come from."""
+        proposals = self._proposals(rows, bargain)
+        counts = bargain.choose([proposal for proposal in proposals if proposal is not None])
+        self._judge(any(counts), bargain.rows)
+        chosen = iter(counts)
+        return [() if proposal is None else tuple(proposal.drafts[: next(chosen)]) for proposal in proposals]
+
+    def _judge(self, drafted: bool, decodes: int) -> None:
+        """Rest after a step without drafts, but not in the one that a sequence leaves out for the sake of the next."""
+        waited, self._waited, self._waiting = self._waited, self._waiting, False
+        if drafted or decodes <= 1:
+            self._rest = 0
+        elif waited or not self._waited:
+            longest = _LONGEST_AFTER_WAITING if waited else min(_LONGEST_REST, 2 * (decodes - 1))
+            self._rest = self._resting = min(2 * self._rest + 1, longest)
+
+    def _proposals(self, rows: list[tuple[Sequence, int]], bargain: Bargain) -> list[Proposal | None]:
+        """What each row could have; nothing if one of them rules it out for all."""
+        proposals = []
+        for sequence, most in rows:
+            proposals.append(self._proposal(sequence, most))
+            if len(rows) > 1 and bargain.is_off(proposals[-1]):
+                return [None] * len(rows)
+        return proposals
+
+    def _proposal(self, sequence: Sequence, most: int) -> Proposal | None:
         drafter = self.drafter(sequence)
         if drafter is None:
-            return ()
+            return None
         drafts, runs = drafter.propose(min(most, self._most))
-        return tuple(drafts[: bargain.worth(len(sequence.tokens), runs)]) if runs else ()
+        return Proposal(len(sequence.tokens), drafts, runs) if runs else None
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence with a token in flight should wait for it, as good guesses can go on from there."""
-        if not self.active and not sequence.request.prediction:
-            return False
-        drafter = self.drafter(sequence)
-        return drafter is not None and drafter.eager
+        drafter = None if self._resting else self.drafter(sequence)
+        waits = drafter is not None and drafter.eager
+        self._waiting |= waits
+        return waits
 
     def foreseen(self, sequence: Sequence) -> int:
         """How many tokens of an output the request's prediction foresaw, drafted or not: the same at any load."""
@@ -102,6 +132,16 @@ class Speculator:
             return 0
         drafter = self.drafter(sequence)
         return 0 if drafter is None or drafter.prediction is None else drafter.prediction.foreseen
+
+    def begin_step(self) -> None:
+        """A step is planned."""
+        if self._outputs is not None:
+            self._outputs.take_in()
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has its last token."""
+        if self._outputs is not None:
+            self._outputs.add(sequence.request.cache_salt, sequence.tokens[sequence.prompt_length :])
 
     def verified(self, drafted: int, accepted: int) -> None:
         """So many drafts of a row came true."""

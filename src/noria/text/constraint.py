@@ -9,6 +9,9 @@ A `GrammarConstraint` is a matcher and what is known of its end:
 
 In JSON, white space and digits may follow one another without an end (a string of blanks, a number): a model that has begun to
 repeat itself would do so up to its limit. A run of more than `LONGEST_RUN` of them is drawn only where nothing else may come.
+
+What a grammar forces (`text/forced.py`) is looked for when a token is accepted, and known until it has been said: between
+steps, when nobody fills a mask.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from noria.core.constraint import Constraint
+from noria.text.forced import Foresight
 from noria.text.grammar import Compiler, Vocabulary
 from noria.types import EngineRequest, StructuredOutput
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LONGEST_RUN = 64  # bytes of digits, or of white space, in JSON
+_REPEATED = 16  # times that the only token of a list is foreseen
 COMPILE_NICENESS = 10  # of the thread that compiles: the step's threads go first
 
 _RUNS = (frozenset(b"0123456789"), frozenset(b" \t\n\r"))
@@ -87,14 +92,23 @@ def _leading(data: bytes, members: frozenset[int]) -> int:
 class GrammarConstraint:
     """A grammar, and where one choice is in it. See `noria.core.constraint.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, ends: int, guard: RunGuard | None, runs: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self, matcher: LLMatcher, ends: int, guard: RunGuard | None, foresight: Foresight, runs: tuple[int, int] = (0, 0)
+    ) -> None:
         """`ends`: a bit mask of the tokens that may end a text which the grammar accepts, besides the vocabulary's."""
         self.ended = False
         self.failure: str | None = None
         self._matcher = matcher
         self._ends = ends
         self._guard = guard
+        self._foresight = foresight
         self._runs = runs
+        self._ahead = b""  # text that is forced from here on
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """See the protocol."""
+        return self._foresight.spell(self._ahead)
 
     def fill(self, address: int, stride: int, drafts: Sequence[int]) -> None:
         """See the protocol. The matcher is as before when this returns."""
@@ -137,10 +151,11 @@ class GrammarConstraint:
         if self._guard:
             self._runs = self._guard.after(self._runs, token)
         self.ended = matcher.is_stopped()
+        self._ahead = self._foresight.behind(token, self._ahead) or self._foresight.text(matcher)
 
     def fork(self) -> GrammarConstraint:
         """See the protocol."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._ends, self._guard, self._runs)
+        return GrammarConstraint(self._matcher.deep_copy(), self._ends, self._guard, self._foresight, self._runs)
 
     def _fail(self, error: str) -> None:
         self.failure = "the grammar cannot go on: " + (error.strip().splitlines() or ["no token may follow"])[0][:200]
@@ -153,6 +168,7 @@ class AllowedTokens:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.failure: str | None = None
+        self.forced = tuple(tokens) * _REPEATED if len(set(tokens)) == 1 else ()
         self._tokens = frozenset(tokens)
         self._mask = _bits(tokens)
         self._bytes = b""
@@ -187,6 +203,7 @@ class GrammarConstraints:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._compiler: Compiler | None = None
+        self._foresight: Foresight | None = None
         self._guard: RunGuard | None = None
         self._lock = threading.Lock()  # of the compiler: a cached grammar is looked up on the engine's thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="noria-grammar", initializer=_be_nice)
@@ -220,7 +237,8 @@ class GrammarConstraints:
         guard = None
         if output.kind in ("json_object", "json_schema"):
             guard = self._guard = self._guard or RunGuard(self._vocabulary)
-        return GrammarConstraint(matcher, ends, guard)
+        foresight = self._foresight = self._foresight or Foresight(self._vocabulary)
+        return GrammarConstraint(matcher, ends, guard, foresight)
 
 
 def _done(constraint: Constraint) -> Future[Constraint]:
