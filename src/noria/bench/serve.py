@@ -1,4 +1,4 @@
-"""noria bench serve: load on an OpenAI-compatible server, or on an engine process of our own, at a rate of arrivals."""
+"""noria bench serve: load at a rate of arrivals, on a server that runs, on one of our own, or on an engine process alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from noria.bench.beside import Beside, parse_beside
 from noria.bench.flags import (
     Stages,
     add_engine_flags,
@@ -42,20 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="an OpenAI-compatible server; without it, MODEL in a process of our own"
     )
     group.add_argument(
+        "--http", action="store_true", help="MODEL behind a server of our own, whose processes are measured too (Linux)"
+    )
+    group.add_argument(
         "--model", dest="model_name", metavar="NAME", help="of --base-url: the model to ask for [the first it lists]"
     )
     group.add_argument(
         "--endpoint",
         choices=("/v1/completions", "/v1/chat/completions"),
         default="/v1/completions",
-        help="of --base-url [/v1/completions]",
+        help="of --base-url and --http [/v1/completions]",
     )
     group.add_argument("--api-key", metavar="KEY", help="of --base-url: bearer token")
     group.add_argument(
         "--tokenizer", metavar="MODEL", help="of --base-url: a model here whose tokenizer counts the tokens of sharegpt's texts"
     )
     group.add_argument(
-        "--vocab-size", type=int, default=32000, metavar="N", help="of --base-url: prompt ids are drawn below this [32000]"
+        "--vocab-size",
+        type=int,
+        default=32000,
+        metavar="N",
+        help="of --base-url and --http: prompt ids are drawn below [32000]",
     )
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=float, default=AT_ONCE, metavar="R", help="arrivals a second [inf: all at once]")
@@ -63,6 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--burstiness", type=float, default=1.0, metavar="B", help="gamma shape of the gaps: 1 Poisson, below 1 burstier [1]"
     )
     load.add_argument("--max-concurrency", type=int, metavar="N", help="most requests open at once")
+    load.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="KIND:N",
+        help="of --base-url and --http: N unmeasured requests at once beside the load, of KIND plain, grammar or flood",
+    )
+    load.add_argument("--flood-len", type=int, default=4000, metavar="N", help="prompt tokens of --beside flood [4000]")
     add_workload_flags(parser, num_prompts=64, input_len=288, output_len=144)
     add_result_flags(parser)
     results = parser.add_argument_group("figures")
@@ -88,12 +104,22 @@ def run(arguments: argparse.Namespace) -> int:
     percentiles = _percentiles(arguments.metric_percentiles)
     if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
         raise ConfigError("--max-concurrency must be at least 1")
+    beside = parse_beside(arguments.beside)
     if arguments.base_url is None:
         _refuse_url_flags(arguments)
-    name, (times, seconds) = uvloop.run(_against_url(arguments) if arguments.base_url else _against_engine(arguments))
+    elif arguments.http or arguments.model is not None:
+        hint = "leave out --http" if arguments.http else "name the model to ask for with --model"
+        raise ConfigError(f"{'--http' if arguments.http else arguments.model}: with --base-url, {hint}")
+    if arguments.http:
+        name, (times, seconds), uses = _against_server(arguments, beside)
+    else:
+        uses = {}
+        url = arguments.base_url
+        name, (times, seconds) = uvloop.run(_against_http(arguments, url, beside) if url else _against_engine(arguments))
     for error in sorted({t.error for t in times if t.error})[:SHOWN_ERRORS]:
         tell(f"failed: {error}")
     figures = summary(times, seconds, objectives=objectives, metrics=metrics, percentiles=percentiles)
+    figures |= uses
     print(table(figures))
     if arguments.plot:
         plot_latencies({m: v for m, v in series(times).items() if m in metrics}, arguments.plot, name)
@@ -125,27 +151,47 @@ def _refuse_url_flags(arguments: argparse.Namespace) -> None:
         if value is not None:
             hint = "; name the model to load without a flag" if flag == "--model" else ""
             raise ConfigError(f"{flag} is for a server: give its --base-url{hint}")
+    if arguments.http:
+        return
     if arguments.endpoint != "/v1/completions":
-        raise ConfigError("--endpoint is for a server: give its --base-url")
+        raise ConfigError("--endpoint is for a server: give its --base-url, or --http")
+    if arguments.beside:
+        raise ConfigError("--beside is for a server: give its --base-url, or --http")
 
 
-async def _against_url(arguments: argparse.Namespace) -> tuple[str, Measured]:
+def _against_server(arguments: argparse.Namespace, beside: Beside) -> tuple[str, Measured, Figures]:
+    """A server of our own, and what its processes used during the load."""
+    import uvloop
+
+    from noria.bench.processes import check_supported, server_use, shares
+    from noria.bench.server_child import ServerChild
+
+    check_supported()
+    config = engine_config(arguments)
+    with ServerChild(config, on_stage=Stages()) as server:
+        before = server_use(server.pid)
+        name, measured = uvloop.run(_against_http(arguments, server.url, beside))
+        return name, measured, shares(before, server_use(server.pid), measured[1])
+
+
+async def _against_http(arguments: argparse.Namespace, url: str, beside: Beside) -> tuple[str, Measured]:
+    from noria.bench.beside import running_beside
     from noria.bench.client import CHAT, ServerTarget
     from noria.bench.http import HttpClient
     from noria.bench.workload import random_ids, random_words
 
-    if arguments.model is not None:
-        raise ConfigError(f"{arguments.model}: with --base-url, name the model to ask for with --model")
     chat = arguments.endpoint == CHAT
     if arguments.dataset_name == "multi-turn" and not chat:
         raise ConfigError("multi-turn needs the answers' texts: use --endpoint /v1/chat/completions")
     make: MakePrompt = random_words if chat else random_ids(arguments.vocab_size)
     sessions = sessions_of(arguments, make, lambda: _tokenizer_of(arguments.tokenizer), as_ids=False)
-    client = HttpClient(arguments.base_url, arguments.api_key)
+    client = HttpClient(url, arguments.api_key)
     try:
         name = arguments.model_name or await _first_model(client)
         target = ServerTarget(client, model=name, endpoint=arguments.endpoint, ignore_eos=ignores_eos(arguments))
-        return name, await _measure(target, sessions, arguments)
+        ids = random_ids(arguments.vocab_size)
+        async with running_beside(client, name, beside, lambda rng: ids(rng, arguments.flood_len)):
+            return name, await _measure(target, sessions, arguments)
     finally:
         client.close()
 
@@ -216,6 +262,7 @@ def _save(arguments: argparse.Namespace, name: str, figures: Figures, times: Seq
         "request_rate": rate,
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
+        "beside": arguments.beside,
         **figures,
     }
     if arguments.save_detailed:

@@ -11,6 +11,8 @@ BENCHMARKS = {
     "latency": "one batch, again and again, in this process",
     "throughput": "a whole workload at once, in this process",
     "serve": "load at a rate of arrivals, on a server or an engine process",
+    "soak": "random traffic with clients that leave: does memory stay flat, is all given back",
+    "stream": "what the server process can stream, before an engine that computes nothing",
     "quality": "perplexity, and agreement with float32, of every weight format and KV type",
     "tune": "find the settings with the most goodput",
     "kernels": "every kernel at the model's shapes, beside the limits of this machine",

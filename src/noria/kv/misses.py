@@ -16,7 +16,7 @@ SHORT: Final = "first block incomplete"
 SCORED: Final = "prompt logprobs"  # what has to be scored has to be computed
 OFF: Final = "prefix caching is off"
 
-_EVICTED_KEPT = 16_384  # keys: about 2 MiB
+_EVICTED_KEPT = 16_384  # keys: about 4 MiB
 _FIRST_KEPT = 1_024
 
 

@@ -6,7 +6,6 @@ With no work it blocks in poll and uses no processor time. The process ends when
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import signal
@@ -21,6 +20,7 @@ from noria.config import EngineConfig
 from noria.core.constraint import Constraints
 from noria.core.engine import EngineDead
 from noria.core.queue import QueueFull
+from noria.server.settle import settle
 from noria.server.wire import (
     LAUNCH_LENGTH,
     VERSION,
@@ -101,7 +101,7 @@ def main() -> None:
     code = 1
     try:
         loaded = _factory(launch.factory)(launch.config, channel.send)
-        gc.freeze()  # what was loaded stays: a collection between two steps need not visit it
+        settle()
         channel.send(Ready(version=VERSION, facts=loaded.facts, stats=loaded.engine.stats()))
         serve(loaded.engine, channel)
         loaded.engine.close()

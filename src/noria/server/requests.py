@@ -265,7 +265,7 @@ def parse_body(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     for name, value in present.items():
         if name not in FLAT and _deeper(value, MAX_NESTING):
             raise RequestError(f"{name[:64]} is nested more than {MAX_NESTING} levels deep", param=name[:64])
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    known = frozenset(kind.__struct_encode_fields__)
     unknown = []
     for name, value in present.items():
         if name in known or name in ACCEPTED:

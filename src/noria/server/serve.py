@@ -137,6 +137,7 @@ class Server:
         from noria.server.exchange import stamped
         from noria.server.judge import Judge
         from noria.server.loading import TextOptions, start
+        from noria.server.settle import settle
         from noria.text.grammar import vocabulary_of
         from noria.weights.hub import cache_directory
 
@@ -165,6 +166,7 @@ class Server:
         await context.batches.start()
         for line in facts.ledger:
             self._stage(line)
+        settle()
         self._announce(names[0], chat=text.template is not None)
 
     @property

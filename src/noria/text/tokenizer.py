@@ -202,7 +202,9 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters of the longest token, at least 1."""
         if not self._longest_token:
-            self._longest_token = max(map(len, self._parsing.get_vocab(with_added_tokens=True)), default=1) or 1
+            # One after the other: all names at once would be as large as the vocabulary, and leave the heap that large.
+            names = map(self._parsing.id_to_token, range(self.vocab_size))
+            self._longest_token = max((len(name) for name in names if name), default=1)
         return self._longest_token
 
     # --- ids to text ---------------------------------------------------------------------------------------------------
