@@ -19,11 +19,12 @@ SOURCE = Path(noria.__file__).parent
 # A layer may import itself and the layers named here; docs/architecture.md has the same table.
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
+    "end_tokens": set(),
     "config": {"types"},
     "kv": {"types", "models.spec", "core.plan"},
     "core": {"types", "config", "kv", "models.spec"},
-    "text": {"types", "core.constraint"},
-    "weights": {"types", "config"},
+    "text": {"types", "end_tokens", "core.constraint"},
+    "weights": {"types", "config", "end_tokens"},
     "models": {"types", "weights", "backends.base"},
     "backends": {"types", "config", "models.spec", "weights"},
     "runner": {"types", "config", "core.plan", "backends", "models", "weights"},

@@ -8,20 +8,20 @@ async with AsyncEngine("smollm2-135m") as engine:
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from noria.llm import Message, Prompt, RequestOutput, engine_config, request_output
 from noria.observe.metrics import Metrics
 from noria.server.answer import Answer, Delta, engine_request
+from noria.server.chats import Chat, ChatOptions, prepared_chat
 from noria.server.client import EngineClient
 from noria.server.generation import Generation
 from noria.server.judge import Judge
 from noria.server.launch import ENGINE_FACTORY, EngineProcess
 from noria.server.loading import TextOptions, start
 from noria.server.validate import check_params, check_token
-from noria.text.chat import encode_chat
 from noria.text.grammar import vocabulary_of
 from noria.types import EngineStats, SamplingParams
 from noria.weights.hub import cache_directory
@@ -94,17 +94,43 @@ class AsyncEngine:
                 yield output
 
     async def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
+        **template_options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer a conversation; `template_options` are those of `noria.text.chat.ChatTemplate.encode`. As `generate` else."""
-        ids = encode_chat(self._text.template, messages, max_tokens=self.max_model_len, **template_options)
-        run = self._run(ids, sampling_params or SamplingParams(max_tokens=None), None, 0, "")
+        """Answer a conversation; tools and formats are OpenAI's, `template_options` those of `noria.text.chat.encode_chat`.
+
+        As `generate` else; a choice that has ended has its `message`.
+        """
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            template=template_options,
+        )
+        params = sampling_params or SamplingParams(max_tokens=None)
+        size, limit = self._facts.vocab_size, self.max_model_len
+        chat = prepared_chat(self._text, messages, params, options, vocab_size=size, max_tokens=limit)
+        run = self._run(chat.ids, chat.params, None, 0, "", chat)
         async with aclosing(run):
             async for output in run:
                 yield output
 
     async def _run(
-        self, ids: Sequence[int], params: SamplingParams, text: str | None, priority: int, cache_salt: str
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        text: str | None,
+        priority: int,
+        cache_salt: str,
+        chat: Chat | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         check_params(params, self._facts.vocab_size, control_ids=self._text.tokenizer.control_ids)
         self._next_id += 1
@@ -118,7 +144,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             priority=priority,
         )
-        answer = Answer(self._text.tokenizer, request, text=text)
+        answer = Answer(self._text.tokenizer, request, text=text, plan=None if chat is None else chat.parse)
         made: list[list[Delta]] = [[] for _ in range(params.n)]
         finished = False
         async with aclosing(Generation(self._client, self._metrics, [answer]).steps()) as steps:
@@ -126,6 +152,6 @@ class AsyncEngine:
                 for _, delta in step:
                     made[delta.index].append(delta)
                 finished = answer.closed
-                yield request_output(self._text.tokenizer, answer, made, finished=finished)
+                yield request_output(self._text.tokenizer, answer, made, finished=finished, chat=chat is not None)
         if not finished:  # ended by a stop string, which the engine has now been told of
-            yield request_output(self._text.tokenizer, answer, made)
+            yield request_output(self._text.tokenizer, answer, made, chat=chat is not None)

@@ -24,13 +24,16 @@ from noria.assembly import build_engine
 from noria.config import EngineConfig
 from noria.server.answer import Answer, Delta, engine_request, merge
 from noria.server.beams import BeamSearch, check_beams
+from noria.server.chats import ChatOptions, prepared_chat
 from noria.server.embedder import EMBED, Pooling, check_length, unit_vector
 from noria.server.judge import Judge
 from noria.server.loading import TextOptions, load_text
+from noria.server.shapes import message_of
 from noria.server.validate import check_params, check_token
 from noria.text.chat import encode_chat
 from noria.text.constraint import GrammarConstraints
 from noria.text.grammar import vocabulary_of
+from noria.text.parsing import ParsePlan
 from noria.text.tokenizer import Tokenizer
 from noria.types import ConfigError, EngineRequest, NoriaError, RequestError, SamplingParams, TokenLogprobs
 from noria.weights.hub import cache_directory
@@ -63,6 +66,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     finish_reason: str | None  # "stop" or "length"; None while it is being written
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    message: dict[str, Any] | None = None  # of a chat, once it has ended: OpenAI's, with content, reasoning and tool_calls
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class LLM:
         self.name = built.name
         self.tokenizer = text.tokenizer
         self.max_model_len = built.engine.max_model_len
-        self._template = text.template
+        self._text = text
         self._vocab_size = built.spec.vocab_size
         self._hidden_size = built.spec.hidden_size
         self._eos_ids = tuple(dict.fromkeys((*built.eos_ids, *text.tokenizer.eos_ids)))
@@ -145,30 +149,43 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several. As `generate` otherwise."""
+        """Answer one conversation, or several, each with the same tools and format. As `generate` otherwise.
+
+        Tools and formats are OpenAI's. A choice's `text` is what the model wrote, its `message` what it comes to.
+        """
         conversations: list[Sequence[Message]] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)  # type: ignore[list-item, arg-type]
         )
+        template = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            template=template,
+        )
         answers = []
         for conversation, params in zip(conversations, _one_each(sampling_params, len(conversations)), strict=True):
-            ids = encode_chat(
-                self._template,
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-                max_tokens=self.max_model_len,
-            )
-            answers.append(self._answer(tuple(ids), params, None))
-        return self._outputs(answers, use_tqdm)
+            size, limit = self._vocab_size, self.max_model_len
+            chat = prepared_chat(self._text, conversation, params, options, vocab_size=size, max_tokens=limit)
+            answers.append(self._answer(chat.ids, chat.params, None, chat.parse))
+        return self._outputs(answers, use_tqdm, chat=True)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Generator[str]:
         """One conversation's answer, text by text as it is made. Closing the iterator ends the request."""
-        ids = encode_chat(self._template, messages, max_tokens=self.max_model_len)
+        ids = encode_chat(self._text.template, messages, max_tokens=self.max_model_len)
         for _, delta in self._run([self._answer(tuple(ids), sampling_params or SamplingParams(max_tokens=None), None)]):
             yield delta.text
 
@@ -231,7 +248,7 @@ class LLM:
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can work: base models have no template."""
-        return self._template is not None
+        return self._text.template is not None
 
     def close(self) -> None:
         """Free the model's memory and stop its threads."""
@@ -252,7 +269,7 @@ class LLM:
             check_token("prompt", token, self._vocab_size)
         return tuple(prompt)
 
-    def _answer(self, ids: tuple[int, ...], params: SamplingParams, text: str | None) -> Answer:
+    def _answer(self, ids: tuple[int, ...], params: SamplingParams, text: str | None, plan: ParsePlan | None = None) -> Answer:
         check_params(params, self._vocab_size, control_ids=self.tokenizer.control_ids)
         if params.structured_output is not None:
             self._judge.check(params.structured_output)
@@ -267,15 +284,15 @@ class LLM:
             max_model_len=self.max_model_len,
             arrival=time.monotonic(),
         )
-        return Answer(self.tokenizer, request, text=text)
+        return Answer(self.tokenizer, request, text=text, plan=plan)
 
-    def _outputs(self, answers: Sequence[Answer], show: bool) -> list[RequestOutput]:
+    def _outputs(self, answers: Sequence[Answer], show: bool, *, chat: bool = False) -> list[RequestOutput]:
         made: dict[int, list[list[Delta]]] = {
             answer.request.request_id: [[] for _ in range(answer.request.params.n)] for answer in answers
         }
         for answer, delta in _with_progress(self._run(answers), answers, show=show):
             made[answer.request.request_id][delta.index].append(delta)
-        return [request_output(self.tokenizer, answer, made[answer.request.request_id]) for answer in answers]
+        return [request_output(self.tokenizer, answer, made[answer.request.request_id], chat=chat) for answer in answers]
 
     def _run(self, answers: Iterable[Answer]) -> Generator[tuple[Answer, Delta]]:
         """Run requests to their ends: each delta as it is made. What is open when the reader leaves is aborted."""
@@ -307,16 +324,16 @@ class LLM:
 
 
 def request_output(
-    tokenizer: Tokenizer, answer: Answer, deltas: Sequence[Sequence[Delta]], *, finished: bool = True
+    tokenizer: Tokenizer, answer: Answer, deltas: Sequence[Sequence[Delta]], *, finished: bool = True, chat: bool = False
 ) -> RequestOutput:
-    """What a request has made so far; `deltas` by choice."""
+    """What a request has made so far; `deltas` by choice. Choices of a `chat` that have ended come with their message."""
     request = answer.request
     scores = answer.prompt_logprobs
     return RequestOutput(
         request_id=request.request_id,
         prompt=answer.text,
         prompt_token_ids=request.prompt,
-        outputs=[_completion(tokenizer, index, made, request.params) for index, made in enumerate(deltas)],
+        outputs=[_completion(tokenizer, index, made, request.params, chat) for index, made in enumerate(deltas)],
         prompt_logprobs=None if scores is None else [None, *(_logprobs(tokenizer, entry) for entry in scores)],
         finished=finished,
         num_cached_tokens=answer.cached_tokens,
@@ -324,7 +341,9 @@ def request_output(
     )
 
 
-def _completion(tokenizer: Tokenizer, index: int, deltas: Sequence[Delta], params: SamplingParams) -> CompletionOutput:
+def _completion(
+    tokenizer: Tokenizer, index: int, deltas: Sequence[Delta], params: SamplingParams, chat: bool
+) -> CompletionOutput:
     if not deltas:
         return CompletionOutput(index, "", (), None, None, None)
     whole = merge(deltas)
@@ -339,6 +358,7 @@ def _completion(tokenizer: Tokenizer, index: int, deltas: Sequence[Delta], param
         cumulative_logprob=sum(entry.logprob for entry in whole.logprobs) if asked else None,
         finish_reason=None if whole.finish_reason is None else whole.finish_reason.value,
         stop_reason=whole.stop_reason,
+        message=message_of(whole.events) if chat and whole.finish_reason is not None else None,
     )
 
 

@@ -46,10 +46,14 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     json_object: nothing, any JSON object; json_schema: the schema, as JSON; regex: the expression; choice: a JSON list of
     strings; grammar: Lark's notation as llguidance reads it; structural_tag: vLLM's object, as JSON.
+
+    `around`: what the answer may hold besides (reasoning before it, tool calls in its place), as Lark rules of the shell's, in
+    which the rule `content` is left open for the text; empty for nothing.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
     value: str = ""
+    around: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,92 +1,73 @@
-"""`prediction` over HTTP, before a real model: it changes how fast tokens come and what usage counts, and no token."""
+"""`prediction` over HTTP: no token changes, and usage says what of it came true, streamed and not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import CONTEXT, RunningServer, joined, text_of
+from harness import RunningServer
 
 pytestmark = pytest.mark.slow
 
-ASK = "Write a short list of fruits."
-TOKENS = 48
-NOT_SAID = "\nNobody would ever write these words in such an answer: zyzzyva, qoph, syzygy."
+CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def quiet_server(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose counts of drafts nobody else moves."""
-    log = tmp_path_factory.mktemp("log") / "prediction.log"
-    with RunningServer.real(model_path, "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", "128M", log=log) as running:
-        yield running
+def whole(server: RunningServer, body: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    """(content, the usage's completion details with all completion tokens) of an answer in one piece."""
+    out = server.ok(CHAT, body)
+    return out["choices"][0]["message"]["content"], details(out["usage"])
 
 
-def predicted(text: str) -> dict[str, Any]:
-    return {"prediction": {"type": "content", "content": text}}
+def streamed(server: RunningServer, body: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    status, events, done = server.stream(CHAT, {**body, "stream_options": {"include_usage": True}})
+    assert status == 200
+    assert done
+    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    return text, details(events[-1]["usage"])
 
 
-def counts(usage: Any) -> tuple[int, int]:
-    """(accepted, rejected)"""
-    details = usage["completion_tokens_details"]
-    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+def details(usage: dict[str, Any]) -> dict[str, int]:
+    return {**usage["completion_tokens_details"], "completion_tokens": usage["completion_tokens"]}
 
 
-def whole(server: RunningServer, **fields: Any) -> tuple[str, Any, Any]:
-    """(text, logprobs, usage)"""
-    out = server.ok("/v1/chat/completions", server.chat(ASK, max_tokens=TOKENS, logprobs=True, seed=3, **fields))
-    return text_of(out), out["choices"][0]["logprobs"]["content"], out["usage"]
+@pytest.mark.parametrize("answer", [whole, streamed])
+def test_usage_tells_what_a_prediction_foresaw(server: RunningServer, answer: Any) -> None:
+    """Red when a prediction changes the text, is not used, or its counts are lost in one of the two forms."""
+    body = server.chat("Tell me about the sea.", max_tokens=40)
+    text, plain = answer(server, body)
+    assert (plain["accepted_prediction_tokens"], plain["rejected_prediction_tokens"]) == (0, 0)
+
+    def predicted(content: Any) -> tuple[str, dict[str, int]]:
+        made: tuple[str, dict[str, int]] = answer(server, {**body, "prediction": {"type": "content", "content": content}})
+        return made
+
+    for content in (text, [{"type": "text", "text": text}]):
+        same, right = predicted(content)
+        assert same == text
+        assert right["completion_tokens"] == plain["completion_tokens"]
+        assert 0 < right["accepted_prediction_tokens"] <= right["completion_tokens"]
+    nonsense = "§§ 0123456789 §§ " * 4
+    same, wrong = predicted(nonsense)
+    assert same == text
+    assert wrong["rejected_prediction_tokens"] > 0
+    assert wrong["accepted_prediction_tokens"] < right["accepted_prediction_tokens"]
 
 
-def streamed(server: RunningServer, **fields: Any) -> tuple[str, Any, Any]:
-    """The same of a stream."""
-    asked = server.chat(ASK, max_tokens=TOKENS, logprobs=True, seed=3, stream_options={"include_usage": True}, **fields)
-    status, events, done = server.stream("/v1/chat/completions", asked)
-    assert (status, done) == (200, True)
-    logprobs = [entry for event in events for choice in event["choices"] for entry in (choice["logprobs"] or {})["content"]]
-    return joined(events), logprobs, events[-1]["usage"]
+def test_a_prediction_is_a_chats_and_has_its_form(server: RunningServer) -> None:
+    """Red when a prediction that cannot be used is passed over."""
+    server.refused(CHAT, server.chat("x", prediction={"type": "content"}), param="prediction")
+    server.refused(CHAT, server.chat("x", prediction={"type": "image", "content": "x"}), param="prediction")
+    server.refused(
+        "/v1/completions", server.completion("x", prediction={"type": "content", "content": "x"}), param="prediction"
+    )
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("ask", [whole, streamed])
-def test_a_prediction_changes_no_bit(quiet_server: RunningServer, ask: Any, temperature: int) -> None:
-    """Red when a draft that was taken is another token than the model's own, or the counts do not say what was foreseen."""
-    server = quiet_server
-    text, logprobs, usage = ask(server, temperature=temperature)
-    assert counts(usage) == (0, 0)
-    length = len(server.ok("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"])
-
-    drafts = server.metric("noria_spec_decode_num_accepted_tokens_total")
-    same_text, same_logprobs, right = ask(server, temperature=temperature, **predicted(text))
-    assert (same_text, same_logprobs) == (text, logprobs)
-    accepted, rejected = counts(right)
-    assert accepted + rejected == length
-    if "\ufffd" not in text:  # else the random model's bytes are no text, and the prediction has other tokens
-        assert accepted >= length - 1
-    assert accepted > 8
-    assert right["completion_tokens"] == usage["completion_tokens"]
-    assert server.metric("noria_spec_decode_num_accepted_tokens_total") > drafts
-
-    same_text, same_logprobs, wrong = ask(server, temperature=temperature, **predicted(NOT_SAID))
-    assert (same_text, same_logprobs) == (text, logprobs)
-    accepted, rejected = counts(wrong)
-    assert rejected > accepted
-
-
-def test_parts_of_a_prediction_are_one_text(quiet_server: RunningServer) -> None:
-    """Red when only the first part is read."""
-    text, _, _ = whole(quiet_server)
-    _, _, at_once = whole(quiet_server, **predicted(text))
-    half = len(text) // 2
-    parts = [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
-    _, _, in_parts = whole(quiet_server, prediction={"type": "content", "content": parts})
-    assert counts(in_parts) == counts(at_once)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"type": "content"}, {"type": "text", "content": "x"}, "x", {"type": "content", "content": 5}]
-)
-def test_a_malformed_prediction_is_refused(quiet_server: RunningServer, wrong: Any) -> None:
-    """Red when one is ignored."""
-    quiet_server.refused("/v1/chat/completions", quiet_server.chat(ASK, prediction=wrong), param="prediction")
+def test_a_prediction_changes_no_bit_of_what_is_sampled(server: RunningServer) -> None:
+    """Red when a draft that was taken is not the token that is drawn without it, or none is ever taken."""
+    body = server.chat("Tell me about the sea.", max_tokens=40, temperature=1, seed=3, logprobs=True)
+    plain = server.ok(CHAT, body)["choices"][0]
+    taken = server.metric("noria_spec_decode_num_accepted_tokens_total")
+    prediction = {"type": "content", "content": plain["message"]["content"]}
+    predicted = server.ok(CHAT, {**body, "prediction": prediction})["choices"][0]
+    assert predicted == plain
+    assert server.metric("noria_spec_decode_num_accepted_tokens_total") > taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from harness import CONTEXT, RunningServer
 
 from noria import LLM, AsyncEngine, RequestOutput, SamplingParams
-from noria.types import ConfigError, LoadError, RequestError
+from noria.types import ConfigError, LoadError, RequestError, StructuredOutput
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +86,42 @@ def test_chat_and_its_stream(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert not llm._engine.has_work
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+TOOL = {"type": "function", "function": {"name": "stock", "parameters": object_of(item={"enum": ["bolts", "nuts"]})}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": object_of(a={"enum": [1, 2]})}}
+
+
+def test_chat_with_tools_and_formats(llm: LLM) -> None:
+    """Red if a chat's calls are not parsed, its format is not held, or either is not refused as the server would."""
+    messages = [{"role": "user", "content": "How many nuts?"}]
+    params = SamplingParams(temperature=0, max_tokens=120)
+    options: Any = {"use_tqdm": False, "tools": [TOOL]}
+    called = llm.chat(messages, params, tool_choice="required", parallel_tool_calls=False, **options)[0].outputs[0]
+    assert called.message is not None
+    assert called.message["content"] is None
+    [call] = called.message["tool_calls"]
+    assert call["function"]["name"] == "stock"
+    assert json.loads(call["function"]["arguments"])["item"] in ("bolts", "nuts")
+    assert call["function"]["arguments"] in called.text
+    held = llm.chat(messages, params, response_format=FORMAT, use_tqdm=False)[0].outputs[0]
+    assert held.message is not None
+    assert json.loads(held.message["content"])["a"] in (1, 2)
+    assert llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].message is None
+    for wrong, param in (
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+    ):
+        with pytest.raises(RequestError) as told:
+            llm.chat(messages, params, **{**options, **wrong})
+        assert told.value.param == param
+    twice = SamplingParams(structured_output=StructuredOutput(kind="json_object"))
+    with pytest.raises(RequestError, match="both constrain"):
+        llm.chat(messages, twice, response_format=FORMAT, use_tqdm=False)
 
 
 def test_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +200,13 @@ def test_async_engine_ends_what_is_left(tiny_folder: Path) -> None:
                 await collect(engine, "x" * 5000, GREEDY)
             chat = [output async for output in engine.chat([{"role": "user", "content": "Hi"}], GREEDY)]
             assert len(chat[-1].outputs[0].token_ids) == 12
+            long = SamplingParams(temperature=0, max_tokens=120)
+            made = [
+                o async for o in engine.chat([{"role": "user", "content": "Hi"}], long, tools=[TOOL], tool_choice="required")
+            ]
+            message = made[-1].outputs[0].message
+            assert message is not None
+            assert message["tool_calls"][0]["function"]["name"] == "stock"
             return engine._process.process.pid
 
     from harness import alive

@@ -142,6 +142,82 @@ def test_in_the_background(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(quick.id).status in ("completed", "incomplete")
 
 
+def streamed_again(client: openai.OpenAI, ident: str, **options: Any) -> list[Any]:
+    with client.responses.retrieve(ident, stream=True, **options) as stream:
+        return list(stream)
+
+
+def test_a_stream_is_read_again_from_any_event(client: openai.OpenAI) -> None:
+    """Red when a stored stream is not replayed event by event, or `starting_after` cuts it at another place."""
+    options: Any = {"model": "m", "input": "Say hello.", "max_output_tokens": 12, "temperature": 0}
+    with client.responses.stream(**options) as stream:
+        first = [event.to_dict() for event in stream._raw_stream]  # type: ignore[attr-defined]
+    ident = first[0]["response"]["id"]
+    assert [event.to_dict() for event in streamed_again(client, ident)] == first
+    assert [event.to_dict() for event in streamed_again(client, ident, starting_after=3)] == first[4:]
+    assert streamed_again(client, ident, starting_after=len(first)) == []
+
+
+def test_a_whole_answer_is_told_as_events(client: openai.OpenAI) -> None:
+    """Red when a response that was not streamed cannot be, or its events do not make up the response."""
+    made = client.responses.create(model="m", input="Weather?", tools=[TOOL], tool_choice="required", max_output_tokens=80)
+    events = streamed_again(client, made.id)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events][:2] == ["response.created", "response.in_progress"]
+    assert events[0].response.status == "in_progress"
+    assert events[0].response.output == []
+    assert [e.item.to_dict() for e in events if e.type == "response.output_item.done"] == [i.to_dict() for i in made.output]
+    assert events[-1].type == f"response.{made.status}"
+    assert events[-1].response.to_dict() == made.to_dict()
+
+
+def test_in_the_background_and_followed(client: openai.OpenAI) -> None:
+    """Red when a response in the background cannot be streamed, ends with its reader, or cannot be joined while it runs."""
+    options: Any = {"model": "m", "input": "Tell a story.", "background": True, "temperature": 0, "max_output_tokens": 40}
+    with client.responses.create(stream=True, **options) as stream:
+        first: Any = next(iter(stream))
+    ident = first.response.id
+    joined = streamed_again(client, ident)
+    assert [event.sequence_number for event in joined] == list(range(len(joined)))
+    last = joined[-1].response
+    assert last.status in ("completed", "incomplete")
+    text = "".join(event.delta for event in joined if event.type == "response.output_text.delta")
+    assert last.output_text == text == client.responses.retrieve(ident).output_text
+
+
+def test_what_is_cancelled_or_deleted_stays_so(client: openai.OpenAI) -> None:
+    """Red when a cancelled response is told as completed, its followers wait for ever, or a deleted one comes back."""
+    long = {"type": "string", "minLength": 1500}
+    schema = {"type": "object", "properties": {"a": long}, "required": ["a"], "additionalProperties": False}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    options: Any = {"model": "m", "input": "Tell a story.", "background": True, "max_output_tokens": 1800, "text": text}
+    made = client.responses.create(**options)
+    with client.responses.retrieve(made.id, stream=True) as stream:
+        following = iter(stream)
+        next(following)
+        with pytest.raises(openai.BadRequestError) as told:
+            client.responses.create(model="m", input="x", previous_response_id=made.id)
+        assert told.value.param == "previous_response_id"
+        assert client.responses.cancel(made.id).status == "cancelled"
+        end: Any = list(following)[-1]
+    assert (end.type, end.response.status) == ("response.incomplete", "cancelled")
+    assert client.responses.retrieve(made.id).status == "cancelled"
+    gone = client.responses.create(**options)
+    client.responses.delete(gone.id)
+    client.responses.create(model="m", input="x", max_output_tokens=16)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(gone.id)
+
+
+@pytest.mark.parametrize("query", [{"starting_after": 1}, {"stream": "true", "starting_after": "x"}])
+def test_starting_after_needs_a_stream_and_a_number(client: openai.OpenAI, query: dict[str, Any]) -> None:
+    """Red when `starting_after` is passed over."""
+    made = client.responses.create(model="m", input="x", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError) as told:
+        client.responses.retrieve(made.id, extra_query=query)
+    assert told.value.param == "starting_after"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -112,3 +112,33 @@ def test_a_history_of_calls_is_the_same_prompt_however_no_content_is_spelled(ser
         return int(server.ok("/v1/chat/completions", asked)["usage"]["prompt_tokens"])
 
     assert tokens() == tokens(content=None) == tokens(content="")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_or_a_text_of_the_format(server: RunningServer, seed: int) -> None:
+    """Red when a format of the text under auto is not held, shuts calls out, or stream and whole differ."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["stock", "é"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    options = {"response_format": wanted, "temperature": 1.0, "seed": seed, "parallel_tool_calls": False}
+    asked = body(server, "auto", STOCK, BOOK, **options)
+    whole = server.ok("/v1/chat/completions", asked)["choices"][0]
+    message = whole["message"]
+    calls, content, reason = streamed(server, asked)
+    assert reason == whole["finish_reason"]
+    assert content == (message["content"] or "")
+    assert calls == [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+    if calls:
+        assert reason == "tool_calls"
+        assert not content
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    else:
+        assert reason == "stop"
+        made = json.loads(content)
+        assert list(made) == ["name", "count"]
+        assert made["name"] in ("stock", "é")
+        assert 0 <= made["count"] < 100

@@ -45,13 +45,13 @@ class Made:
 
 
 class Calls:
-    """In the place of the OpenAI handlers: every body is answered by `made`."""
+    """In the place of the intake and the OpenAI handlers: every body is answered by `made`."""
 
     def __init__(self, made: Any, *, stream: bool) -> None:
         self._made = made
         self._body = MessagesBody(model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=9, stream=stream)
 
-    async def read(self, request: Any, kind: Any) -> Any:
+    async def parsed(self, request: Any, kind: Any) -> Any:
         return self._body, []
 
     async def call_of(self, chat: Any, unknown: Any, arrival: float) -> Any:
@@ -70,7 +70,9 @@ def sent(made: Made, *, stream: bool) -> bytes:
 
     async def answer() -> None:
         scope: Any = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": []}
-        response = await Messages(None, Calls(made, stream=stream)).create(Request(scope, receive))  # type: ignore[arg-type]
+        calls: Any = Calls(made, stream=stream)
+        context: Any = None
+        response = await Messages(context, calls, calls).create(Request(scope, receive))
         await response(scope, receive, send)
 
     asyncio.run(answer())

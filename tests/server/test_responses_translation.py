@@ -36,14 +36,6 @@ def output(value: Any, number: int = 1) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": f"call_{number}", "output": value}
 
 
-def called(number: int = 1) -> dict[str, Any]:
-    return {"id": f"call_{number}", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-
-
-def thought(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
-
-
 def test_a_whole_body() -> None:
     """Red when a field is lost on the way, or gets another value: all that a chat body holds is compared."""
     made = chat(
@@ -82,88 +74,6 @@ def test_a_whole_body() -> None:
 def test_the_least_body() -> None:
     """Red when a default is another than the chat endpoint's."""
     assert chat() == ChatBody(model="m", messages=[HELLO])
-
-
-@pytest.mark.parametrize(
-    ("items", "wanted"),
-    [
-        ([HELLO], [HELLO]),
-        ([{"type": "message", **HELLO}], [HELLO]),
-        ([{"role": "developer", "content": [{"type": "input_text", "text": "x"}]}], [{"role": "developer", "content": "x"}]),
-        (
-            [{"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]}],
-            [{"role": "assistant", "content": "a\nb"}],
-        ),
-        ([{"type": "item_reference", "id": "msg_1"}, HELLO], [{"role": "assistant", "content": "stored"}, HELLO]),
-        (
-            [HELLO, call(1), call(2), output("x", 1), output([{"type": "input_text", "text": "y"}], 2)],
-            [
-                HELLO,
-                {"role": "assistant", "content": None, "tool_calls": [called(1), called(2)]},
-                {"role": "tool", "tool_call_id": "call_1", "content": "x"},
-                {"role": "tool", "tool_call_id": "call_2", "content": "y"},
-            ],
-        ),
-        (
-            [{"role": "assistant", "content": "I ask."}, call()],
-            [{"role": "assistant", "content": "I ask.", "tool_calls": [called()]}],
-        ),
-        (
-            [thought("a"), thought("b"), {"role": "assistant", "content": "Hi"}],
-            [{"role": "assistant", "content": "Hi", "reasoning_content": "a\nb"}],
-        ),
-        (
-            [thought("a"), call()],
-            [{"role": "assistant", "content": None, "tool_calls": [called()], "reasoning_content": "a"}],
-        ),
-    ],
-)
-def test_items(items: Any, wanted: Any) -> None:
-    """Red when an item becomes another message, or calls that stand together become several."""
-    assert chat(input=items).messages == wanted
-
-
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({}, (False, None)),
-        ({"include": [LOGPROBS]}, (True, 0)),
-        ({"top_logprobs": 2}, (True, 2)),
-        ({"top_logprobs": 0}, (False, None)),
-    ],
-)
-def test_logprobs(fields: Any, wanted: Any) -> None:
-    """Red when logprobs that are asked for in either way do not come."""
-    made = chat(**fields)
-    assert (made.logprobs, made.top_logprobs) == wanted
-
-
-ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
-
-
-@pytest.mark.parametrize(
-    ("sent", "wanted"),
-    [
-        ("required", "required"),
-        ("none", "none"),
-        (
-            ALLOWED,
-            {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]},
-            },
-        ),
-    ],
-)
-def test_tool_choice(sent: Any, wanted: Any) -> None:
-    """Red when a choice becomes a weaker or a stronger one."""
-    assert chat(tools=[TOOL], tool_choice=sent).tool_choice == wanted
-
-
-@pytest.mark.parametrize("kind", ["text", "json_object"])
-def test_formats_without_a_schema(kind: str) -> None:
-    """Red when they need one."""
-    assert chat(text={"format": {"type": kind}}).response_format == {"type": kind}
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

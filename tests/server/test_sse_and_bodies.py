@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from noria.server import openai, sse
-from noria.server.openai import read_body
+from noria.server import intake, sse
+from noria.server.intake import read_body
 from noria.server.sse import DONE, EventStream
 from noria.types import RequestError
 
@@ -34,7 +34,7 @@ def sent(chunks: AsyncGenerator[bytes], **options: Any) -> list[dict[str, Any]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "KEEPALIVE_S", 0.05)
-    monkeypatch.setattr(openai, "BODY_IDLE_S", 0.05)
+    monkeypatch.setattr(intake, "BODY_IDLE_S", 0.05)
 
 
 async def paced(*pauses: float, error: RequestError | None = None) -> AsyncGenerator[bytes]:

@@ -11,7 +11,7 @@ from tiny_text import write_tokenizer
 
 from noria.server.answer import Answer, Delta, merge
 from noria.server.shapes import ChatShape
-from noria.server.tools import ToolUse, call_plan, reasoning_is_open, tool_use
+from noria.server.tools import ToolUse, call_plan, reasoning_state, tool_use
 from noria.text.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from noria.text.loader import TextModel, load_text_model
 from noria.types import EngineRequest, FinishReason, RequestError, SamplingParams, SequenceOutput, StructuredOutput
@@ -107,25 +107,25 @@ def test_nothing_is_called_without_tools_and_with_none(tools: list[Any], choice:
 def test_what_a_choice_means_for_grammar_and_parser(text: TextModel) -> None:
     """Red when an enforced choice gets no grammar, a free one gets one, or a named one may call twice."""
     tools = [tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}), tool("g")]
-    auto = call_plan(text, tool_use(tools, None), opened=False)
+    auto = call_plan(text, tool_use(tools, None), reasoning="possible")
     assert auto.grammar is None
     assert auto.parse is not None
     assert (auto.parse.streams, auto.parse.most_calls, auto.parse.known_only) == (False, None, False)
-    required = call_plan(text, tool_use(tools, "required"), opened=False)
+    required = call_plan(text, tool_use(tools, "required"), reasoning="possible")
     assert required.grammar is not None
     assert required.parse is not None
     assert (required.parse.streams, required.parse.most_calls) == (True, None)
-    one = call_plan(text, tool_use(tools, named("g")), opened=False)
+    one = call_plan(text, tool_use(tools, named("g")), reasoning="possible")
     assert one.grammar is not None
     assert one.parse is not None
     assert one.parse.most_calls == 1
     assert '"name\\": \\"f' not in one.grammar.value
-    strict = call_plan(text, tool_use([tool("f", strict=True)], None), opened=False)
+    strict = call_plan(text, tool_use([tool("f", strict=True)], None), reasoning="possible")
     assert strict.grammar is not None
-    some = call_plan(text, tool_use(tools, allowed("auto", "g")), opened=False)
+    some = call_plan(text, tool_use(tools, allowed("auto", "g")), reasoning="possible")
     assert some.parse is not None
     assert some.parse.known_only
-    nothing = call_plan(text, ToolUse(), opened=True)
+    nothing = call_plan(text, ToolUse(), reasoning="open")
     assert nothing.parse is not None
     assert (nothing.parse.reasoning, nothing.parse.calls, nothing.parse.opened) == (THINK, None, True)
 
@@ -133,12 +133,12 @@ def test_what_a_choice_means_for_grammar_and_parser(text: TextModel) -> None:
 def test_a_format_that_is_not_json_is_enforced_as_plain_json(text: TextModel) -> None:
     """Red when a required call of a Python-like format goes unenforced, or its grammar writes what the parser does not read."""
     pythonic = TextModel(text.tokenizer, text.template, format_named("pythonic"))
-    plan = call_plan(pythonic, tool_use([tool()], "required"), opened=False)
+    plan = call_plan(pythonic, tool_use([tool()], "required"), reasoning="possible")
     assert plan.grammar is not None
     assert plan.parse is not None
     assert plan.parse.calls is not None
     assert plan.parse.calls.names == ("json",)
-    free = call_plan(pythonic, tool_use([tool()], "auto"), opened=False)
+    free = call_plan(pythonic, tool_use([tool()], "auto"), reasoning="possible")
     assert free.parse is not None
     assert free.parse.calls is not None
     assert free.parse.calls.names[0] == "pythonic"
@@ -147,17 +147,18 @@ def test_a_format_that_is_not_json_is_enforced_as_plain_json(text: TextModel) ->
 def test_the_operator_may_leave_calls_in_the_text(text: TextModel) -> None:
     """Red when --tool-call-parser none still parses calls under auto, or cannot enforce one."""
     plain = TextModel(text.tokenizer, text.template)
-    assert call_plan(plain, tool_use([tool()], "auto"), opened=False).parse is None
-    assert call_plan(plain, tool_use([tool()], "required"), opened=False).grammar is not None
+    assert call_plan(plain, tool_use([tool()], "auto"), reasoning="possible").parse is None
+    assert call_plan(plain, tool_use([tool()], "required"), reasoning="possible").grammar is not None
 
 
 @pytest.mark.parametrize(
-    ("prompt", "is_open"), [("<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("assistant\n", False)]
+    ("prompt", "state"),
+    [("<think>\n", "open"), ("<think>", "open"), ("<think>\n\n</think>\n\n", "over"), ("assistant\n", "possible")],
 )
-def test_whether_the_prompt_opens_reasoning(text: TextModel, prompt: str, is_open: bool) -> None:
+def test_where_the_prompt_leaves_reasoning(text: TextModel, prompt: str, state: str) -> None:
     """Red when a template's own <think> is waited for in the answer, or an empty thought counts as open."""
     ids = text.tokenizer.encode("<|im_start|>" + prompt, add_special_tokens=False, parse_special=True)
-    assert reasoning_is_open(text, ids) is is_open
+    assert reasoning_state(text, ids) == state
 
 
 # --- what a client sees ------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_whether_the_prompt_opens_reasoning(text: TextModel, prompt: str, is_ope
 
 def run(text: TextModel, written: str, use: ToolUse, *, step: int = 1, reason: FinishReason = FinishReason.STOP) -> Any:
     """(deltas, answer, shape) of a choice that writes `written`, `step` tokens at a time."""
-    plan = call_plan(text, use, opened=False)
+    plan = call_plan(text, use, reasoning="possible")
     ids = text.tokenizer.encode(written, add_special_tokens=False, parse_special=False)
     request = EngineRequest(request_id=1, prompt=(1,), params=SamplingParams())
     answer = Answer(text.tokenizer, request, plan=plan.parse)
@@ -252,19 +253,48 @@ def test_a_mark_that_is_a_control_token_is_seen_by_the_parser_and_not_by_the_cli
     model = TextModel(loaded.tokenizer, loaded.template, calls)
     tokenizer = model.tokenizer
     ids = tokenizer.encode('<|pad|>{"name": "f"}', add_special_tokens=False, parse_special=True)
-    plan = call_plan(model, tool_use([tool("f")], "auto"), opened=False)
+    plan = call_plan(model, tool_use([tool("f")], "auto"), reasoning="possible")
     answer = Answer(tokenizer, EngineRequest(request_id=1, prompt=(1,), params=SamplingParams()), plan=plan.parse)
     delta = answer.take(SequenceOutput(request_id=1, index=0, tokens=tuple(ids), finish_reason=FinishReason.STOP))
     assert delta is not None
     assert delta.calls == 1
 
 
-def test_a_format_of_the_whole_text_and_calls(text: TextModel) -> None:
-    """Red when a response_format silently makes calls impossible, or JSON passes for reasoning."""
-    wanted = StructuredOutput(kind="json_object")
-    with pytest.raises(RequestError) as caught:
-        call_plan(text, tool_use([tool("f")], "auto"), opened=False, constrained=wanted)
-    assert caught.value.param == "response_format"
-    required = call_plan(text, tool_use([tool("f")], "required"), opened=False, constrained=wanted)
+JSON = StructuredOutput(kind="json_object")
+
+
+def test_a_format_of_the_text_leaves_room_for_calls_and_reasoning(text: TextModel) -> None:
+    """Red when a response_format makes calls or reasoning impossible, or lets a prompt reason twice."""
+    both = call_plan(text, tool_use([tool("f")], "auto"), reasoning="possible", constrained=JSON)
+    assert both.grammar is not None
+    assert (both.grammar.kind, both.grammar.around.splitlines()[0]) == ("json_object", "start: thinking? (calls | content)")
+    assert both.parse is not None
+    assert both.parse.streams
+    alone = call_plan(text, tool_use([tool("f")], "none"), reasoning="open", constrained=JSON)
+    assert alone.grammar is not None
+    assert alone.grammar.around.splitlines()[0] == "start: thinking content"
+    assert alone.parse is not None
+    assert alone.parse.opened
+    over = call_plan(text, ToolUse(), reasoning="over", constrained=JSON)
+    assert (over.grammar, over.parse) == (JSON, None)
+    required = call_plan(text, tool_use([tool("f")], "required"), reasoning="possible", constrained=JSON)
     assert required.grammar is not None
-    assert call_plan(text, tool_use([tool("f")], "none"), opened=True, constrained=wanted).parse is None
+    assert required.grammar.kind == "grammar"
+
+
+def test_bare_calls_beside_a_format_are_held_until_they_are_complete(text: TextModel) -> None:
+    """Red when JSON of the format that begins like a call is shown as the beginning of one."""
+    bare = TextModel(text.tokenizer, text.template, format_named("pythonic"))  # written as plain JSON
+    plan = call_plan(bare, tool_use([tool("f")], "auto"), reasoning="possible", constrained=JSON)
+    assert plan.parse is not None
+    assert plan.parse.calls is not None
+    assert plan.parse.calls.names == ("json",)
+    assert not plan.parse.streams
+
+
+def test_calls_that_are_left_in_the_text_cannot_share_it_with_a_format(text: TextModel) -> None:
+    """Red when --tool-call-parser none lets a format make calls impossible in silence."""
+    plain = TextModel(text.tokenizer, text.template)
+    with pytest.raises(RequestError) as caught:
+        call_plan(plain, tool_use([tool("f")], "auto"), reasoning="possible", constrained=JSON)
+    assert caught.value.param == "tool_choice"

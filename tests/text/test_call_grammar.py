@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import calls_helpers as helpers
+import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, models, pre_tokenizers
@@ -15,8 +16,11 @@ from tokenizers import Tokenizer as Backend
 from noria.text.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat, Headed, JsonCalls, ReasoningFormat
 from noria.text.call_grammar import MOST_CALLS, CallGrammar, Function, writable
 from noria.text.events import CallArguments, CallStart, Content, Reasoning
+from noria.text.grammar import HEADER, Vocabulary, grammar_text
+from noria.text.lark import ReasoningState, joined, thinking
 from noria.text.parsing import ParsePlan
 from noria.text.tokenizer import Tokenizer, byte_level_bytes
+from noria.types import StructuredOutput
 
 SCHEMA = {
     "type": "object",
@@ -143,14 +147,22 @@ def test_reasoning_may_come_first(calls: str, reasoning: ReasoningFormat, specia
     call = written(found, ("now", {}))
     gap = reasoning.after or "\n\n"
     thought = f"{reasoning.start}I <tool_call>?\n{reasoning.end}{gap}"
-    closed = CallGrammar(tokenizer, found, FUNCTIONS, parallel=True, reasoning=reasoning).required()
+
+    def required(state: ReasoningState) -> str:
+        before = thinking(tokenizer, reasoning, state)
+        return CallGrammar(tokenizer, found, FUNCTIONS, parallel=True, thinking=before).required()
+
+    closed = required("possible")
     assert check(closed, thought + call, control)
     assert check(closed, call, control)
     assert not check(closed, thought + thought + call, control)
     assert not check(closed, "Well. " + call, control)
-    opened = CallGrammar(tokenizer, found, FUNCTIONS, parallel=True, reasoning=reasoning, opened=True).required()
+    opened = required("open")
     assert check(opened, thought.removeprefix(reasoning.start) + call, control)
     assert not check(opened, call, control)
+    over = required("over")
+    assert check(over, call, control)
+    assert not check(over, thought + call, control)
     events = helpers.parsed(ParsePlan(reasoning, found, {"now": {}}), thought + call)
     assert events == [Reasoning("I <tool_call>?"), CallStart(0, "now"), CallArguments(0, "{}")]
 
@@ -189,3 +201,88 @@ def test_texts_before_calls_stay_content() -> None:
     calls = helpers.call_format_named("hermes")
     events = helpers.parsed(ParsePlan(calls=calls, streams=True), "Hm.\n" + written(calls, ("now", {})))
     assert events == [Content("Hm."), CallStart(0, "now"), CallArguments(0, "{}")]
+
+
+@pytest.mark.parametrize("reasoning", [None, THINK], ids=["plain", "thinking"])
+@pytest.mark.parametrize("special", [False, True], ids=["text", "control"])
+@pytest.mark.parametrize("calls", WRITABLE, ids=lambda f: f.names[0])
+def test_calls_or_a_text_of_a_schema(calls: CallFormat, special: bool, reasoning: ReasoningFormat | None) -> None:
+    """Red when a schema makes calls impossible, the calls break the schema, or the parser does not tell one from the other."""
+    control = marks(calls) if special else ()
+    tokenizer, _ = vocabulary(control)
+    words = Vocabulary(
+        tuple(tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)), tuple(tokenizer.control_ids), (END,)
+    )
+    before = thinking(tokenizer, reasoning, "possible")
+    around = CallGrammar(tokenizer, calls, FUNCTIONS, parallel=True, thinking=before).or_content()
+    answer = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+    output = StructuredOutput(kind="json_schema", value=json.dumps(answer), around=around)
+    grammar = grammar_text(output, words).removeprefix(HEADER)
+    call, content = written(calls, ("weather", GOOD)), '{"name":"weather!"}'
+    thought = "<think>One\n{2}</think>\n\n" if reasoning else ""
+    assert check(grammar, thought + call, control)
+    assert check(grammar, thought + content, control)
+    assert check(grammar, content, control)
+    for wrong in (call + content, "Hello", '{"name":7}', written(calls, ("weather", {"city": "Rome"})), "<think>Hm"):
+        assert not check(grammar, wrong, control)
+    plan = ParsePlan(reasoning, calls, {"weather": SCHEMA, "now": {}}, streams=not calls.bare)
+    thoughts = [Reasoning("One\n{2}")] if reasoning else []
+    assert helpers.parsed(plan, thought + content) == [*thoughts, Content(content)]
+    assert helpers.parsed(plan, thought + call)[len(thoughts)] == CallStart(0, "weather")
+
+
+OUTPUTS = [
+    (StructuredOutput(kind="json_object"), '{"a":1}', "{1}"),
+    (StructuredOutput(kind="json_schema", value='{"type": "integer"}'), "17", "x"),
+    (StructuredOutput(kind="regex", value=r"a+\d"), "aa7", "b"),
+    (StructuredOutput(kind="choice", value='["yes", "n}o"]'), "n}o", "maybe"),
+    (StructuredOutput(kind="grammar", value='start: thinking\nthinking: "x" WORD\nWORD: /[a-z]+/'), "xyz", "y"),
+    (StructuredOutput(kind="grammar", value='root ::= "a" [0-9]'), "a7", "b"),
+    (
+        StructuredOutput(
+            kind="structural_tag",
+            value='{"structures": [{"begin": "<f>", "schema": true, "end": "</f>"}], "triggers": ["<f>"]}',
+        ),
+        "Hm <f>1</f>",
+        "<f>x</f>",
+    ),
+]
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "control"])
+@pytest.mark.parametrize(
+    ("output", "right", "wrong"), OUTPUTS, ids=lambda value: value.kind if not isinstance(value, str) else ""
+)
+def test_every_kind_of_format_holds_behind_the_reasoning(
+    output: StructuredOutput, right: str, wrong: str, special: bool
+) -> None:
+    """Red when a format binds the reasoning itself, does not bind what follows, or meets the names of a client's own rules."""
+    control = ("<think>", "</think>") if special else ()
+    tokenizer, _ = vocabulary(control)
+    words = Vocabulary(
+        tuple(tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)), tuple(tokenizer.control_ids), (END,)
+    )
+
+    def grammar(state: ReasoningState) -> str:
+        before = thinking(tokenizer, THINK, state)
+        around = "\n".join(("start: " + joined(before.reference, "content"), *before.rules))
+        return grammar_text(msgspec.structs.replace(output, around=around), words).removeprefix(HEADER)
+
+    possible, opened = grammar("possible"), grammar("open")
+    for before in ("", "\n\n"):
+        assert check(possible, f"<think>free {{text}}</think>{before}{right}", control)
+        assert check(opened, f"free {{text}}</think>{before}{right}", control)
+        assert not check(opened, f"free {{text}}</think>{before}{wrong}", control)
+    assert check(possible, right, control)
+    assert not check(possible, wrong, control)
+    if output.kind != "structural_tag" or special:  # its free text may be anything
+        assert not check(opened, right, control)
+
+
+def test_what_a_format_writes_before_its_content_is_written_and_not_shown() -> None:
+    """Red when a format of the text loses the head of the final channel, or a client sees it."""
+    reasoning = REASONING_FORMATS[0]
+    plan = ParsePlan(reasoning)
+    text = f"{reasoning.start}Hm.{reasoning.end}{reasoning.after}{reasoning.content}" + '{"a":1}'
+    assert helpers.parsed(plan, text) == [Reasoning("Hm."), Content('{"a":1}')]
+    assert helpers.parsed(plan, reasoning.content + "Hi") == [Content("Hi")]

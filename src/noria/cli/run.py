@@ -51,6 +51,7 @@ async def _run(config: EngineConfig, source: Path, target: Path, chat_template: 
     from noria.observe.metrics import Metrics
     from noria.server.client import EngineClient
     from noria.server.context import Served, ServerContext
+    from noria.server.intake import Intake
     from noria.server.launch import EngineProcess
     from noria.server.loading import TextOptions, start
     from noria.server.openai import OpenAI
@@ -69,7 +70,7 @@ async def _run(config: EngineConfig, source: Path, target: Path, chat_template: 
             model_defaults=False,
         )
         with out:
-            failed = await _answer_all(OpenAI(context), source, out, total, AHEAD * config.max_num_seqs)
+            failed = await _answer_all(OpenAI(context, Intake(context)), source, out, total, AHEAD * config.max_num_seqs)
     finally:
         client.close()
     if failed:

@@ -20,6 +20,7 @@ from noria.server.cors import cross_origin
 from noria.server.embeddings import Embeddings
 from noria.server.errors import JSON, error_response
 from noria.server.gate import Gate
+from noria.server.intake import Intake
 from noria.server.messages import Messages
 from noria.server.openai import OpenAI
 from noria.server.responses import Responses
@@ -29,10 +30,10 @@ from noria.types import RequestError
 
 def make_app(context: ServerContext) -> ASGIApp:
     """The whole server as one ASGI application."""
-    openai = OpenAI(context)
-    embeddings = Embeddings(context)
-    systemone = SystemOne(context)
-    responses, messages = Responses(context, openai), Messages(context, openai)
+    intake = Intake(context)
+    openai = OpenAI(context, intake)
+    embeddings, systemone = Embeddings(context, intake), SystemOne(context, intake)
+    responses, messages = Responses(openai, intake), Messages(context, openai, intake)
     probes = Probes(context)
     service = context.batches = BatchService(context)
     files, batches = Files(context, service), Batches(context, service)

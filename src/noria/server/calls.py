@@ -27,7 +27,7 @@ from noria.server.requests import (
     sampling_params,
 )
 from noria.server.shapes import ChatShape, CompletionShape, Shape
-from noria.server.tools import call_plan, reasoning_is_open, tool_use
+from noria.server.tools import bind, tool_use
 from noria.server.validate import SEED_BITS, check_params, check_token
 from noria.text.chat import encode_chat
 from noria.types import EngineRequest, RequestError, SamplingParams
@@ -91,14 +91,11 @@ def chat_call(context: ServerContext, served: Served, body: ChatBody, arrival: f
     params, seed = _params(context, served, body, logprobs=top, limit=limit)
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     ids = _truncated(body, chat_ids(served, body, body.reasoning_effort, tools=use.shown, limit=_longest(served, body)), served)
-    plan = call_plan(served.text, use, opened=reasoning_is_open(served.text, ids), constrained=params.structured_output)
-    if plan.grammar is not None:
-        params = msgspec.structs.replace(params, structured_output=plan.grammar)
-        check_params(params, served.facts.vocab_size, control_ids=served.text.tokenizer.control_ids)
+    params, parse = bind(served.text, use, ids, params, vocab_size=served.facts.vocab_size)
     request = _engine_request(context, served, body, ids, params, arrival)
     if body.prediction is not None:
         request = msgspec.structs.replace(request, prediction=_predicted_ids(served, body.prediction))
-    answer = Answer(served.text.tokenizer, request, plan=plan.parse)
+    answer = Answer(served.text.tokenizer, request, plan=parse)
     shape = ChatShape(
         served.text.tokenizer,
         top=top,

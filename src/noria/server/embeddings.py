@@ -62,9 +62,9 @@ class RerankBody(PooledBody, kw_only=True):
 class Embeddings:
     """The handlers."""
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, intake: Intake) -> None:
         self._context = context
-        self._intake = Intake(context)
+        self._intake = intake
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings."""

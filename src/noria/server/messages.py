@@ -19,7 +19,7 @@ from noria.server.anthropic import CountBody, MessagesBody, as_sent, chat_body
 from noria.server.calls import Call, chat_ids, prompt_size
 from noria.server.context import ServerContext
 from noria.server.errors import JSON
-from noria.server.intake import unless_left
+from noria.server.intake import Intake, unless_left
 from noria.server.openai import OpenAI
 from noria.server.sse import EventStream, named_event
 from noria.server.tools import tool_use
@@ -32,14 +32,15 @@ PING = named_event({"type": "ping"})
 class Messages:
     """The handlers."""
 
-    def __init__(self, context: ServerContext, openai: OpenAI) -> None:
+    def __init__(self, context: ServerContext, openai: OpenAI, intake: Intake) -> None:
         self._context = context
         self._openai = openai
+        self._intake = intake
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/messages."""
         arrival = time.monotonic()
-        body, unknown = await self._openai.read(request, MessagesBody)
+        body, unknown = await self._intake.parsed(request, MessagesBody)
         try:
             _, call = await self._openai.call_of(chat_body(body), unknown, arrival)
         except RequestError as error:
@@ -50,14 +51,14 @@ class Messages:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens: of the prompt as the model would read it."""
-        body, _ = await self._openai.read(request, CountBody)
+        body, _ = await self._intake.parsed(request, CountBody)
         served = self._context.require(body.model)
         chat = chat_body(body)
         try:
             shown = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls).shown
         except RequestError as error:
             raise as_sent(error, body) from None
-        ids = await self._openai.off_loop(
+        ids = await self._intake.off_loop(
             prompt_size(chat),
             lambda: chat_ids(served, chat, chat.reasoning_effort, tools=shown, limit=None),
         )

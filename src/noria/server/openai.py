@@ -6,17 +6,13 @@ as a stream. `prepare` and `collect` need no HTTP: `noria run` answers the lines
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from noria.server.answer import Delta, merge
@@ -25,21 +21,14 @@ from noria.server.calls import INLINE_CHARACTERS, Call, chat_call, chat_ids, com
 from noria.server.context import Served, ServerContext
 from noria.server.dialect import head, model_object, usage
 from noria.server.errors import JSON
-from noria.server.gate import checked_request_id
 from noria.server.generation import Generation
-from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from noria.server.sse import EventStream, event, watch_disconnect
+from noria.server.intake import Intake, name_request, note_ignored, unless_left
+from noria.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from noria.server.sse import EventStream, event
 from noria.server.structured import FIELDS, structured_output
 from noria.server.tools import tool_use
 from noria.server.validate import check_token
-from noria.types import RequestError
-
-log = logging.getLogger("noria")
-
-B = TypeVar("B", bound=msgspec.Struct)
-T = TypeVar("T")
-
-BODY_IDLE_S = 30.0  # longest pause within a request body
+from noria.types import RequestError, SamplingParams
 
 GENERATION_BODIES: dict[str, type[CompletionBody] | type[ChatBody]] = {
     "/v1/completions": CompletionBody,
@@ -50,9 +39,9 @@ GENERATION_BODIES: dict[str, type[CompletionBody] | type[ChatBody]] = {
 class OpenAI:
     """The handlers. One instance a server."""
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, intake: Intake) -> None:
         self._context = context
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._intake = intake
 
     # Endpoints
 
@@ -76,24 +65,24 @@ class OpenAI:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: the ids of a prompt, or of rendered messages."""
-        body, _ = await self.read(request, TokenizeBody)
+        body, _ = await self._intake.parsed(request, TokenizeBody)
         served = self._context.require(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", param="prompt")
         size = len(body.prompt or "") or INLINE_CHARACTERS + 1
-        tokens = await self.off_loop(size, lambda: _tokenize(served, body))
+        tokens = await self._intake.off_loop(size, lambda: _tokenize(served, body))
         strings = [served.text.tokenizer.token_text(t) for t in tokens] if body.return_token_strs else None
         limit = served.facts.max_model_len
         return JSON({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of ids, control tokens included."""
-        body, _ = await self.read(request, DetokenizeBody)
+        body, _ = await self._intake.parsed(request, DetokenizeBody)
         served = self._context.require(body.model)
         for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
             check_token("tokens", token, served.facts.vocab_size)
         decode = served.text.tokenizer.decode
-        text = await self.off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
+        text = await self._intake.off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
         return JSON({"prompt": text})
 
     # Generation without HTTP
@@ -106,22 +95,20 @@ class OpenAI:
     async def prepare(self, data: bytes, kind: type[CompletionBody] | type[ChatBody]) -> tuple[Served, Call]:
         """A request body as a call that is ready to run. Raises RequestError."""
         arrival = time.monotonic()
-        body, unknown = await self.off_loop(len(data), lambda: parse_body(data, kind))
+        body, unknown = await self._intake.decoded(data, kind)
         return await self.call_of(body, unknown, arrival)
 
     async def call_of(self, body: ChatBody | CompletionBody, unknown: Sequence[str], arrival: float) -> tuple[Served, Call]:
         """A checked body as a call that is ready to run; `unknown` are the fields that were ignored. Raises RequestError."""
         served = self._context.require(body.model)
-        if unknown:
-            served.metrics.ignored_fields(len(unknown))
-            log.debug("ignored unknown fields: %s", [name[:64] for name in unknown])
+        note_ignored(served, unknown)
 
         def make() -> Call:
             if isinstance(body, ChatBody):
                 return chat_call(self._context, served, body, arrival)
             return completion_call(self._context, served, body, arrival)
 
-        call = await self.off_loop(prompt_size(body), make)
+        call = await self._intake.off_loop(prompt_size(body), make)
         await _admit(served, call)
         return served, call
 
@@ -145,31 +132,14 @@ class OpenAI:
     # One request
 
     async def _respond(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response | EventStream:
-        data = await read_body(request, self._context.config.max_body_bytes)
-        served, call = await self.prepare(data, kind)
-        if call.body.request_id is not None and b"x-request-id" not in dict(request.scope["headers"]):
-            request.scope["noria.request_id"] = checked_request_id(call.body.request_id)
+        served, call = await self.prepare(await self._intake.data(request), kind)
+        name_request(request, call.body.request_id)
         if request.headers.get("x-noria-timing", "0").lower() not in ("0", "false", ""):
             call.body.timing = True
         abort = call.generation.abort
         if call.body.stream:
             return EventStream(_chunks(served, call), on_disconnect=abort)
-        watcher = asyncio.create_task(watch_disconnect(request.receive, abort))
-        try:
-            return JSON(await self.collect(served, call))
-        finally:
-            watcher.cancel()
-
-    async def read(self, request: Request, kind: type[B]) -> tuple[B, list[str]]:
-        data = await read_body(request, self._context.config.max_body_bytes)
-        return await self.off_loop(len(data), lambda: parse_body(data, kind))
-
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Do `work` here if it is short, else in a thread: other streams go on meanwhile."""
-        if size <= INLINE_CHARACTERS:
-            return work()
-        run = contextvars.copy_context().run  # the thread works for the same exchange
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work)
+        return JSON(await unless_left(request, abort, self.collect(served, call)))
 
     def _model(self, served: Served, name: str) -> dict[str, Any]:
         return model_object(name, served.created, served.facts.max_model_len, served.facts.model)
@@ -177,48 +147,29 @@ class OpenAI:
 
 async def _admit(served: Served, call: Call) -> None:
     """Wait for the verdict on what constrains the output. Raises RequestError that names the field it came in."""
+    params = call.answers[0].request.params
     try:
-        seconds = await served.client.admit(call.answers[0].request.params)
+        seconds = await served.client.admit(params)
     except RequestError as error:
         if error.param != "structured_output":
             raise
-        asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
-        raise RequestError(str(error), param=asked[0] if asked else None, code=error.code, status=error.status) from None
+        param = await _blamed(served, call)
+        raise RequestError(str(error), param=param, code=error.code, status=error.status) from None
     for answer in call.answers:
         answer.request = msgspec.structs.replace(answer.request, grammar_s=seconds)
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The request's body. Raises RequestError 413 as soon as it is known to be longer than `most` bytes."""
-    too_large = RequestError(f"the request body may have at most {most} bytes", status=413, code="body_too_large")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > most:
-        raise too_large
-    parts: list[bytes] = []
-    size = 0
-    async for part in body_parts(request):
-        size += len(part)
-        if size > most:
-            raise too_large
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def body_parts(request: Request) -> AsyncGenerator[bytes]:
-    """The body as it comes. Raises RequestError 408 if nothing comes for a while: nobody holds a connection for ever."""
-    stream = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(BODY_IDLE_S):
-                part = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except ClientDisconnect:
-            raise RequestError("the connection was closed within the request body") from None
-        except TimeoutError:
-            message = f"nothing of the request body came for {BODY_IDLE_S:g} s"
-            raise RequestError(message, status=408, code="body_timeout") from None
-        yield part
+async def _blamed(served: Served, call: Call) -> str | None:
+    """The field of a refused grammar: the one of the text's format, unless that alone is no reason to refuse it."""
+    asked = structured_output({name: getattr(call.body, name) for name in FIELDS})
+    tools = "tools" if isinstance(call.body, ChatBody) and call.body.tools else None
+    if asked is None or tools is None:
+        return tools if asked is None else asked[0]
+    try:
+        await served.client.admit(SamplingParams(structured_output=asked[1]))
+    except RequestError:
+        return asked[0]
+    return tools
 
 
 async def _chunks(served: Served, call: Call) -> AsyncGenerator[bytes]:

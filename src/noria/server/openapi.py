@@ -59,7 +59,10 @@ BATCHES_LIMIT = Parameter("limit", {"type": "integer", "minimum": 1, "maximum": 
 ORDER = Parameter("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "by time of creation")
 PURPOSE = Parameter("purpose", {"type": "string"}, "files of that purpose only")
 
-RESTREAM = Parameter("stream", {"type": "boolean", "enum": [False]}, "must be false")
+RESTREAM = (
+    Parameter("stream", {"type": "boolean"}, "its events, those to come included"),
+    Parameter("starting_after", {"type": "integer"}, "with stream: only events behind this sequence_number"),
+)
 
 ROUTES = (
     Entry("GET", "/health", "200 while the engine answers", doc.Status, open=True),
@@ -72,7 +75,7 @@ ROUTES = (
     Entry("POST", "/v1/completions", "Complete a prompt", doc.Completion, CompletionBody, stream=True),
     Entry("POST", "/v1/chat/completions", "Answer messages", doc.ChatCompletion, ChatBody, stream=True),
     Entry("POST", "/v1/responses", "Answer items", doc.ResponseObject, ResponsesBody, stream=True),
-    Entry("GET", "/v1/responses/{response_id}", "A stored response", doc.ResponseObject, query=(RESTREAM,)),
+    Entry("GET", "/v1/responses/{response_id}", "A stored response", doc.ResponseObject, query=RESTREAM, stream=True),
     Entry("DELETE", "/v1/responses/{response_id}", "Forget a response", doc.ResponseDeleted),
     Entry("GET", "/v1/responses/{response_id}/input_items", "What a response answered", doc.ItemList, query=(ORDER,)),
     Entry("POST", "/v1/responses/{response_id}/cancel", "End a response in the background", doc.ResponseObject),

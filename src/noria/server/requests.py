@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from noria.server.json_values import check_values
 from noria.server.structured import FIELDS, structured_output
 from noria.server.validate import MAX_TOP_LOGPROBS
-from noria.server.weight import check_weight
 from noria.types import RequestError, SamplingParams
 
 MAX_PROMPTS = 2048  # of one completions request
@@ -281,8 +281,8 @@ def parse_body(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
 
 
 def parse_json(data: bytes) -> Any:
-    """Strict JSON: no NaN, no infinities, valid UTF-8, bounded nesting, bounded weight. Raises RequestError."""
-    check_weight(data)
+    """Strict JSON: no NaN, no infinities, valid UTF-8, bounded nesting, bounded in its values. Raises RequestError."""
+    check_values(data)
     try:
         return msgspec.json.decode(data)
     except RecursionError:

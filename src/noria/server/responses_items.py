@@ -20,6 +20,29 @@ Told = dict[str, Any]
 TEXT_OF = {"message": "output_text", "reasoning": "reasoning_text"}  # the part's type, and the name of its events
 
 
+def retold(index: int, item: dict[str, Any]) -> Iterator[Told]:
+    """What a stream is told of an item that is whole, in one piece."""
+
+    def told(kind: str, /, **fields: Any) -> Told:
+        return {"type": f"response.{kind}", "item_id": item["id"], "output_index": index, **fields}
+
+    call = item["type"] == "function_call"
+    blank: dict[str, Any] = {"arguments": ""} if call else {"content": []}
+    added = {**item, "status": "in_progress", **blank}
+    yield {"type": "response.output_item.added", "output_index": index, "item": added}
+    if call:
+        yield told("function_call_arguments.delta", delta=item["arguments"])
+        yield told("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+    else:
+        part, name = item["content"][0], TEXT_OF[item["type"]]
+        extra = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        yield told("content_part.added", content_index=0, part=part | {"text": ""} | {key: [] for key in extra})
+        yield told(f"{name}.delta", content_index=0, delta=part["text"], **extra)
+        yield told(f"{name}.done", content_index=0, text=part["text"], **extra)
+        yield told("content_part.done", content_index=0, part=part)
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
 class Items:
     """Output items. `logprobs` of a message's tokens are added as they come, in the Responses API's shape."""
 

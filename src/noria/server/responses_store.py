@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from noria.server.responses_log import EventLog
 from noria.types import RequestError
 
 MAX_RESPONSES = 4096
@@ -25,6 +26,7 @@ class Stored:
     own_from: int  # items before this one are of earlier responses
     tenant: str
     size: int = 0
+    log: EventLog | None = None  # the events of one that is or was streamed, or runs in the background
     abort: Callable[[], None] | None = None  # of one that runs in the background
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -41,11 +43,16 @@ class ResponseStore:
         """Keep a response, or its later state. One that is too large for the store is not kept."""
         ident = stored.response["id"]
         self._drop(ident)
-        stored.size = len(orjson.dumps([stored.response, stored.items]))
+        stored.size = len(orjson.dumps([stored.response, stored.items])) + (stored.log.size if stored.log else 0)
         self._stored[ident] = stored
         self._bytes += stored.size
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
             self._drop(next(iter(self._stored)))
+
+    def resize(self, stored: Stored) -> None:
+        """A stored response has grown. One that was deleted meanwhile stays so."""
+        if self._stored.get(stored.response["id"]) is stored:
+            self.put(stored)
 
     def get(self, ident: str, tenant: str, param: str | None = None) -> Stored:
         """RequestError 404 if there is none, or none any more."""

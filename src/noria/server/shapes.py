@@ -114,7 +114,7 @@ class ChatShape(Shape):
     def choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": None, "refusal": None, **whole_message(delta.events)},
+            "message": message_of(delta.events),
             "logprobs": self._logprobs(delta),
             **self._ends(answer, delta, first=True),
         }
@@ -154,14 +154,14 @@ def message_delta(events: Sequence[Event]) -> dict[str, Any]:
     return delta
 
 
-def whole_message(events: Sequence[Event]) -> dict[str, Any]:
-    """All events of a choice as the fields of its message. Content is null only beside calls."""
-    message = message_delta(events)
+def message_of(events: Sequence[Event]) -> dict[str, Any]:
+    """All events of a choice as its message. Content is null only beside calls."""
+    message = {"role": "assistant", "content": None, "refusal": None, **message_delta(events)}
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
-    else:
-        message.setdefault("content", "")
+    elif message["content"] is None:
+        message["content"] = ""
     return message
 
 

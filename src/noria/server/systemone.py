@@ -47,9 +47,9 @@ class _Asked:
 class SystemOne:
     """The handler."""
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, intake: Intake) -> None:
         self._context = context
-        self._intake = Intake(context)
+        self._intake = intake
         self._label_maker: LabelMaker | None = None
 
     async def decide(self, request: Request) -> Response:

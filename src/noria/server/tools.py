@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from noria.text.call_formats import PLAIN_JSON
+from noria.server.validate import check_params
+from noria.text.call_formats import PLAIN_JSON, CallFormat, ReasoningFormat
 from noria.text.call_grammar import CallGrammar, Function, writable
+from noria.text.lark import ReasoningState, Thinking, joined, literal, thinking
 from noria.text.loader import TextModel
 from noria.text.parsing import ParsePlan
-from noria.types import RequestError, StructuredOutput
+from noria.types import RequestError, SamplingParams, StructuredOutput
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -37,6 +39,11 @@ class ToolUse:
     def active(self) -> bool:
         """Whether the model may call something."""
         return self.mode != "none" and bool(self.callable)
+
+    @property
+    def several(self) -> bool:
+        """Whether an answer may have more than one call."""
+        return self.parallel and not self.named
 
     @property
     def shown(self) -> tuple[dict[str, Any], ...] | None:
@@ -141,53 +148,106 @@ class CallPlan:
     grammar: StructuredOutput | None = None
 
 
-def call_plan(text: TextModel, use: ToolUse, *, opened: bool, constrained: StructuredOutput | None = None) -> CallPlan:
+def call_plan(
+    text: TextModel, use: ToolUse, *, reasoning: ReasoningState, constrained: StructuredOutput | None = None
+) -> CallPlan:
     """The plan for a request to a model. Raises RequestError for a format of the text that calls cannot have.
 
-    `opened`: the prompt ends inside reasoning. `constrained`: what the request's own format makes of the text. It holds from
-    the first character, so there is no reasoning before it; where a call is required there is no text that it could be of.
+    `reasoning`: where the prompt leaves it. `constrained`: what the request's own format makes of the text. It holds behind the
+    reasoning, for what is no call; where a call is required there is no text that it could be of.
 
     Required and named choices are bound to a grammar. Under auto, a grammar takes care of the calls if one of the functions is
-    strict. Formats whose arguments are not JSON give way to plain JSON where a call is required, and are not bound under auto.
+    strict, or if the text has a format. Formats whose arguments are not JSON give way to plain JSON where calls are bound,
+    but for strict functions under auto: there they are not.
     """
     if constrained is not None and use.mode != "required":
-        if use.active:
-            raise RequestError(
-                "response_format holds for all of the text, so no tool could be called: set tool_choice to none or required",
-                param="response_format",
-            )
-        return CallPlan()
+        return _format_plan(text, use, reasoning, constrained)
     calls = text.calls if use.active else None
     if use.mode == "required" and (calls is None or not writable(calls)):
         calls = PLAIN_JSON
     if calls is None:  # nothing to call, or the operator wants calls as text
-        return CallPlan(None if text.reasoning is None else ParsePlan(text.reasoning, opened=opened))
+        return CallPlan(None if text.reasoning is None else ParsePlan(text.reasoning, opened=reasoning == "open"))
     bound = use.mode == "required" or (writable(calls) and any(function.strict for function in use.callable))
-    if bound and calls.bare:
-        calls = msgspec.structs.replace(calls, starts=(), ignored=())  # the grammar knows the bare form only
-    parallel = use.parallel and not use.named
-    parse = ParsePlan(
-        text.reasoning,
-        calls,
-        {function.name: function.parameters or {} for function in use.callable},
-        known_only=len(use.callable) < len(use.offered),
-        most_calls=None if parallel else 1,
-        opened=opened,
-        streams=bound,
-    )
+    if bound:
+        calls = _as_written(calls)
+    parse = _parse_plan(text.reasoning, calls, use, opened=reasoning == "open", streams=bound)
     if not bound:
         return CallPlan(parse)
-    grammar = CallGrammar(text.tokenizer, calls, use.callable, parallel=parallel, reasoning=text.reasoning, opened=opened)
+    grammar = _call_grammar(text, calls, use, thinking(text.tokenizer, text.reasoning, reasoning))
     written = grammar.required() if use.mode == "required" else grammar.free()
     return CallPlan(parse, StructuredOutput(kind="grammar", value=written))
 
 
-_TAIL = 48  # tokens: enough for the longest mark that opens reasoning, and white space
+def bind(
+    text: TextModel, use: ToolUse, prompt: Sequence[int], params: SamplingParams, *, vocab_size: int
+) -> tuple[SamplingParams, ParsePlan | None]:
+    """(checked parameters, bound to the grammar that calls and format ask for; how to read the answers) of a chat's prompt.
+
+    Raises RequestError.
+    """
+    plan = call_plan(text, use, reasoning=reasoning_state(text, prompt), constrained=params.structured_output)
+    if plan.grammar is not None:
+        params = msgspec.structs.replace(params, structured_output=plan.grammar)
+    check_params(params, vocab_size, control_ids=text.tokenizer.control_ids)
+    return params, plan.parse
 
 
-def reasoning_is_open(text: TextModel, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends with the mark that opens reasoning: some templates write it for the model."""
+def _format_plan(text: TextModel, use: ToolUse, state: ReasoningState, constrained: StructuredOutput) -> CallPlan:
+    """The plan for a format of the text: reasoning, then calls or a text of that format."""
+    reasoning = None if state == "over" else text.reasoning
+    before = thinking(text.tokenizer, reasoning, state)
+    head = "" if reasoning is None else reasoning.content
+    opened = state == "open"
+    if not use.active:
+        if reasoning is None:
+            return CallPlan(grammar=constrained)
+        around = f"start: {joined(before.reference, literal(text.tokenizer, head), 'content')}"
+        parse = ParsePlan(reasoning, opened=opened)
+        return CallPlan(parse, msgspec.structs.replace(constrained, around="\n".join((around, *before.rules))))
+    if text.calls is None:
+        raise RequestError(
+            "the text has a format, and this server leaves calls in the text: set tool_choice to none or required",
+            param="tool_choice",
+        )
+    calls = _as_written(text.calls if writable(text.calls) else PLAIN_JSON)
+    # What looks like a bare call may turn out to be the text: it is held until it is complete.
+    parse = _parse_plan(reasoning, calls, use, opened=opened, streams=not calls.bare)
+    around = _call_grammar(text, calls, use, before).or_content(head)
+    return CallPlan(parse, msgspec.structs.replace(constrained, around=around))
+
+
+def _as_written(calls: CallFormat) -> CallFormat:
+    """The format as grammars write it: of one with bare calls, they know the bare form only."""
+    return msgspec.structs.replace(calls, starts=(), ignored=()) if calls.bare else calls
+
+
+def _parse_plan(
+    reasoning: ReasoningFormat | None, calls: CallFormat, use: ToolUse, *, opened: bool, streams: bool
+) -> ParsePlan:
+    return ParsePlan(
+        reasoning,
+        calls,
+        {function.name: function.parameters or {} for function in use.callable},
+        known_only=len(use.callable) < len(use.offered),
+        most_calls=None if use.several else 1,
+        opened=opened,
+        streams=streams,
+    )
+
+
+def _call_grammar(text: TextModel, calls: CallFormat, use: ToolUse, before: Thinking) -> CallGrammar:
+    return CallGrammar(text.tokenizer, calls, use.callable, parallel=use.several, thinking=before)
+
+
+_TAIL = 48  # tokens: enough for the longest mark of reasoning, and white space
+
+
+def reasoning_state(text: TextModel, prompt: Sequence[int]) -> ReasoningState:
+    """Where a prompt leaves reasoning: some templates write the mark that opens it for the model, or an empty thought."""
     if text.reasoning is None:
-        return False
+        return "possible"
     end = text.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-    return end.endswith(text.reasoning.start.rstrip())
+    if end.endswith(text.reasoning.start.rstrip()):
+        return "open"
+    closed = text.reasoning.end + text.reasoning.after
+    return "over" if end.endswith(closed.rstrip()) and not text.reasoning.anywhere else "possible"

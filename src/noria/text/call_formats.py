@@ -84,13 +84,17 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Where reasoning is in an answer. `anywhere`: also after content; else only before it. `after` is written behind it."""
+    """Where reasoning is in an answer. `anywhere`: also after content; else only before it. `after` is written behind it.
+
+    `content` is what begins the answer proper, with and without reasoning before it. None of both is shown.
+    """
 
     names: tuple[str, ...]  # of --reasoning-parser
     start: str
     end: str
     anywhere: bool = False
     after: str = ""
+    content: str = ""
     signs: tuple[str, ...] = ()
 
 
@@ -310,12 +314,17 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         end="<|end|>",
         anywhere=True,
         after="<|start|>assistant",
+        content="<|channel|>final<|message|>",
         signs=("<|channel|>",),
     ),
     ReasoningFormat(names=("mistral",), start="[THINK]", end="[/THINK]", signs=("[THINK]",)),
     ReasoningFormat(names=("gemma4",), start="<|channel>thought\n", end="<channel|>", signs=("<|channel>",)),
     ReasoningFormat(
-        names=("cohere_command3",), start="<|START_THINKING|>", end="<|END_THINKING|>", signs=("<|START_THINKING|>",)
+        names=("cohere_command3",),
+        start="<|START_THINKING|>",
+        end="<|END_THINKING|>",
+        content="<|START_RESPONSE|>",
+        signs=("<|START_THINKING|>",),
     ),
     ReasoningFormat(names=("seed_oss",), start="<seed:think>", end="</seed:think>", signs=("<seed:think>",)),
     ReasoningFormat(

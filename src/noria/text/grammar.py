@@ -134,21 +134,29 @@ def refusal(output: StructuredOutput, error: str) -> RequestError:
 
 def grammar_text(output: StructuredOutput, vocabulary: Vocabulary) -> str:
     """The grammar in llguidance's notation (its docs/syntax.md). RequestError for a value that has not its kind's form."""
-    if len(output.value) > MAX_CHARACTERS:
+    if len(output.value) + len(output.around) > MAX_CHARACTERS:
         raise refusal(output, f"it has more than {MAX_CHARACTERS} characters")
+    rules = _rules(output, vocabulary)
+    if output.around:
+        # A nested grammar has its own names: those of a client's rules do not meet ours.
+        return f"{HEADER}{output.around}\ncontent: %lark {{\n{rules}\n}}\n"
+    return HEADER + rules
+
+
+def _rules(output: StructuredOutput, vocabulary: Vocabulary) -> str:
     match output.kind:
         case "json_object":
-            return HEADER + "start: " + _json({"type": "object"})
+            return "start: " + _json({"type": "object"})
         case "json_schema":
-            return HEADER + "start: " + _json(checked_schema(_parsed(output)))
+            return "start: " + _json(checked_schema(_parsed(output)))
         case "regex":
-            return HEADER + "start: " + _regex(output.value)
+            return "start: " + _regex(output.value)
         case "choice":
-            return HEADER + "start: " + _choice(output)
+            return "start: " + _choice(output)
         case "grammar":
             return _lark(output)
         case "structural_tag":
-            return HEADER + _tags(output, vocabulary)
+            return _tags(output, vocabulary)
 
 
 def _parsed(output: StructuredOutput) -> Any:
@@ -195,7 +203,7 @@ def _lark(output: StructuredOutput) -> str:
     if "%llguidance" in text:
         raise refusal(output, "leave out %llguidance: its options are the server's")
     try:
-        return HEADER + any_to_lark(text)
+        return str(any_to_lark(text))
     except Exception as error:  # GbnfToLarkError, and whatever its parser trips over
         raise refusal(output, str(error) or type(error).__name__) from None
 

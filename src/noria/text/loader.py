@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from noria.text.call_formats import PLAIN_JSON, CallFormat, ReasoningFormat, call_format, reasoning_format
-from noria.text.chat import ChatTemplate, Message, encode_chat
+from noria.text.chat import ChatTemplate
 from noria.text.huggingface import read_json, tokenizer_from_folder
 from noria.text.merges_cache import cached_merges
 from noria.text.source import TokenizerSource
@@ -29,29 +28,6 @@ class TextModel:
     template: ChatTemplate | None
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-    ) -> tuple[int, ...]:
-        """The ids of a conversation; `variables` are the request's own for the template. Errors as `ChatTemplate.encode`."""
-        return tuple(
-            encode_chat(
-                self.template,
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=variables,
-                max_tokens=max_tokens,
-            )
-        )
 
 
 def load_text_model(

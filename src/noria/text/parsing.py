@@ -53,7 +53,7 @@ class ParsePlan:
         """All texts that the parser has to see, also where they are control tokens of the vocabulary."""
         found: list[str] = []
         if self.reasoning is not None:
-            found += (self.reasoning.start, self.reasoning.end)
+            found += (self.reasoning.start, self.reasoning.end, self.reasoning.after, self.reasoning.content)
         if self.calls is not None:
             found += (*self.calls.starts, *self.calls.hidden, *self.calls.ignored)
             for notation in self.calls.notations:
@@ -63,10 +63,14 @@ class ParsePlan:
 
     @cached_property
     def content_marks(self) -> _Marks:
-        opening = () if self.reasoning is None else (self.reasoning.start,)
+        opening: tuple[str, ...] = ()
+        hidden: tuple[str, ...] = ()
+        if self.reasoning is not None:
+            opening = (self.reasoning.start,)
+            hidden = tuple(mark for mark in (self.reasoning.after, self.reasoning.content) if mark)
         if self.calls is None:
-            return _Marks(opening)
-        return _Marks((*self.calls.starts, *opening), self.calls.hidden, self.calls.ignored)
+            return _Marks(opening, hidden)
+        return _Marks((*self.calls.starts, *opening), (*self.calls.hidden, *hidden), self.calls.ignored)
 
     @cached_property
     def reasoning_marks(self) -> _Marks:

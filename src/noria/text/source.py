@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
+from noria.end_tokens import end_tokens
 from noria.text.pretokenizers import pre_tokenizer
 from noria.types import LoadError
 
@@ -47,16 +48,6 @@ class TokenizerSource:
     end_ids: tuple[int, ...] = ()  # end-of-turn and end-of-message ids beside `eos_id`
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; the model's own is "default"
 
-
-# Control tokens that end a turn or a text under these names, whatever the file calls them: a GGUF file carries one
-# `eos_token_id` and no generation_config.json, but many models end a turn with another token than a text.
-_END_TOKENS = frozenset(
-    {
-        *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<end_of_turn>", "<|end_of_turn|>", "<|endofturn|>", "<|user_end|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),
-        *("<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]", "<|eot|>", "<|eos|>", "<turn|>"),
-    }
-)
 
 _PREFIX = "tokenizer.ggml."
 _KINDS: dict[str, Literal["bpe", "spm"]] = {"gpt2": "bpe", "llama": "spm"}
@@ -101,9 +92,7 @@ def source_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSource:
         return int(value)
 
     named = [token_id("eot"), token_id("eom")]
-    # In gpt-oss's answers of several messages, <|end|> ends a message that others follow.
-    between = {"<|end|>"} if "<|channel|>" in tokens else set()
-    ends = [i for i, text in enumerate(tokens) if types[i] == TokenType.CONTROL and text in _END_TOKENS - between]
+    ends = end_tokens({i: text for i, text in enumerate(tokens) if types[i] == TokenType.CONTROL})
     return TokenizerSource(
         kind=kind,
         tokens=tokens,

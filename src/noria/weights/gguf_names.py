@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from noria.end_tokens import end_tokens
 from noria.weights.gguf import GGUFFile
 
 
@@ -55,15 +56,6 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 ROPE_FREQUENCIES = "rope_freqs.weight"  # no Hugging Face counterpart: it keeps its name
 
-# Tokens that end a turn or a text wherever a vocabulary has them as control tokens, as llama.cpp takes them.
-_END_TOKENS = {
-    name.encode()
-    for name in (
-        *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<end_of_turn>", "<|end_of_turn|>", "<|endofturn|>", "<|user_end|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),
-        *("<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]", "<|eot|>", "<|eos|>", "<turn|>", "<end_of_utterance>"),
-    )
-}
 _CONTROL = 3  # the token type of control tokens
 
 
@@ -161,7 +153,8 @@ def end_token_ids(file: GGUFFile) -> list[int]:
     ids = [i for i in (_token_id(file, "eos"), _token_id(file, "eot"), _token_id(file, "eom")) if i is not None]
     tokens, types = file.strings("tokenizer.ggml.tokens"), file.array("tokenizer.ggml.token_type", "iu")
     if tokens is not None and types is not None:
-        ids += [int(i) for i in np.flatnonzero(types == _CONTROL) if tokens.raw(int(i)) in _END_TOKENS]
+        control = {int(i): tokens.raw(int(i)).decode("utf-8", "replace") for i in np.flatnonzero(types == _CONTROL)}
+        ids += end_tokens(control)
     return list(dict.fromkeys(ids))
 
 

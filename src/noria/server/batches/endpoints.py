@@ -25,8 +25,8 @@ from noria.server.batches.upload import receive_file
 from noria.server.context import ServerContext
 from noria.server.errors import JSON
 from noria.server.exchange import current_exchange
+from noria.server.intake import body_parts, read_body
 from noria.server.limits import OverLimit
-from noria.server.openai import body_parts, read_body
 from noria.server.requests import parse_body
 from noria.types import RequestError
 
