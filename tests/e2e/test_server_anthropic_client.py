@@ -129,3 +129,11 @@ def test_what_is_not_done_is_refused_by_name(server: RunningServer, fields: Any,
         urllib.request.urlopen(request)
     assert refused.value.code == 400
     assert said in json.load(refused.value)["error"]["message"]
+
+
+def test_what_cannot_be_counted_is_refused_by_name_too(server: RunningServer) -> None:
+    """Red when counting tells of a field of the chat endpoint, which was not sent."""
+    tool = {"name": "f", "input_schema": {"type": "array"}}
+    status, told = server.call("/v1/messages/count_tokens", {"model": "m", "messages": HELLO, "tools": [tool]})
+    assert status == 400
+    assert "tools[0].input_schema" in told["error"]["message"]

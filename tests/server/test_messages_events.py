@@ -232,3 +232,17 @@ def test_an_error_behind_the_beginning_is_an_event() -> None:
     events = streamed(delta(Content("a")), error=RequestError("the engine broke", status=500))
     assert kinds(events)[-2:] == ["content_block_delta 0 text_delta", "error"]
     assert events[-1]["error"] == {"type": "api_error", "message": "the engine broke"}
+
+
+def test_a_fault_of_the_chat_body_is_told_of_what_was_sent() -> None:
+    """Red when a client of this API is told of a field that it has not."""
+
+    class Refusing(Calls):
+        async def call_of(self, chat: Any, unknown: Any, arrival: float) -> Any:
+            raise RequestError("stop has 40 strings", param="stop")
+
+    refusing: Any = Refusing(None, stream=True)
+    context: Any = None
+    with pytest.raises(RequestError, match="stop_sequences has 40 strings") as told:
+        asyncio.run(Messages(context, refusing, refusing).create(Request({"type": "http", "method": "POST", "headers": []})))
+    assert told.value.param == "stop_sequences"
