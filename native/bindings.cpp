@@ -222,6 +222,7 @@ void bind_tape(nb::module_& m) {
   tape.def("run", &BoundTape::run, "inputs"_a, "drawn"_a.none(), "all_logits"_a,
            "One step over StepInputs, into Drawn or, if `all_logits` is an address, into float32 [L, vocab] there.");
   tape.def("set_profiling", [](BoundTape& t, bool on) { t.tape.set_profiling(on); }, "on"_a);
+  tape.def_prop_ro("highest_block", [](const BoundTape& t) { return t.tape.highest_block(); });
   tape.def("labels", [](const BoundTape& t) { return t.tape.labels(); });
   tape.def("seconds", [](const BoundTape& t) { return t.tape.seconds(); });
 }

@@ -106,7 +106,7 @@ void Tape::finish() {
 
 // -- the step's inputs -----------------------------------------------------------------------------------------------------------
 
-void Tape::check(const StepView& step) const {
+void Tape::check(const StepView& step) {
   if (step.token_count > limits_.max_tokens) refuse("more tokens than the executable was built for");
   if (step.row_count > limits_.max_rows) refuse("more rows than the executable was built for");
   if (step.logit_count + step.hidden_count > limits_.max_tokens) refuse("more logit rows and hidden rows than tokens");
@@ -124,7 +124,7 @@ void Tape::check(const StepView& step) const {
 }
 
 // Rows tile the tokens, positions ascend by one, and every block that a query may see is one of the cache's, not the null block.
-void Tape::check_rows(const StepView& step) const {
+void Tape::check_rows(const StepView& step) {
   if (step.row_offsets[0] != 0 || step.row_offsets[step.row_count] != step.token_count) refuse("row_offsets do not cover the tokens");
   for (int64_t r = 0; r < step.row_count; ++r) {
     const int32_t first = step.row_offsets[r], last = step.row_offsets[r + 1];
@@ -143,6 +143,7 @@ void Tape::check_rows(const StepView& step) const {
       int32_t least = INT32_MAX, most = 0;
       for (int64_t b = from; b < ceil_divide(end, kBlockSize); ++b) least = std::min(least, table[b]), most = std::max(most, table[b]);
       if (least < 1 || most >= limits_.num_blocks) refuse("a block table names no block of the cache for a position that a query sees");
+      highest_block_ = std::max(highest_block_, most);
     }
   }
 }

@@ -62,6 +62,8 @@ class Tape final : public Program {
   Bytes reads_after(uint32_t op, int worker) const override;
   void finished(uint32_t op) override;
 
+  int32_t highest_block() const { return highest_block_; }  // that any step has named
+
   // -- profile -----------------------------------------------------------------------------------------------------------------
   void set_profiling(bool on);
   std::vector<std::string> labels() const;
@@ -81,8 +83,8 @@ class Tape final : public Program {
     size_t plan = 0;  // of planners_
   };
 
-  void check(const StepView& step) const;
-  void check_rows(const StepView& step) const;
+  void check(const StepView& step);
+  void check_rows(const StepView& step);
   void check_draws(const StepView& step) const;
   void find_token_rows(StepView& step);
   void order_draws(const StepView& step);
@@ -106,6 +108,7 @@ class Tape final : public Program {
   bool recording_loop_ = false;
 
   StepView step_ = {};  // of the step that runs
+  int32_t highest_block_ = 0;
   float* all_logits_ = nullptr;
   std::vector<int32_t> token_rows_;
   std::vector<int32_t> row_draws_;  // draws of logit row r: draw_order_[row_draws_[r]] up to row_draws_[r + 1]

@@ -117,6 +117,10 @@ class Tape:
     def run(self, inputs: StepInputs, drawn: Drawn | None, all_logits: int) -> None:
         """Releases the interpreter lock. ValueError or TypeError for inputs that break the contract."""
 
+    @property
+    def highest_block(self) -> int:
+        """The highest block that any step has named for a position that it sees."""
+
     def set_profiling(self, on: bool) -> None: ...
     def labels(self) -> list[str]: ...
     def seconds(self) -> list[float]:

@@ -12,6 +12,7 @@ from noria.backends.cpu import _native
 from noria.backends.cpu.compiler import Compiler
 from noria.backends.cpu.kv import KVCache
 from noria.backends.cpu.memory import address
+from noria.backends.cpu.pages_ahead import PagesAhead
 from noria.backends.cpu.recorder import Hidden, Rope, record
 from noria.backends.cpu.topology import usable_threads
 from noria.types import ConfigError
@@ -69,7 +70,9 @@ class CpuBackend:
         )
         compiler.emit(tape)
         hidden_size = next((op.x.width for op in ops if isinstance(op, Hidden)), 0)
-        executable = CpuExecutable(tape, vocab_size, hidden_size, compiler.arena.nbytes, (compiler.kept, compiler.arena.memory))
+        executable = CpuExecutable(
+            tape, self._cache, vocab_size, hidden_size, compiler.arena.nbytes, (compiler.kept, compiler.arena.memory)
+        )
         self._executables.append(executable)
         return executable
 
@@ -101,12 +104,22 @@ class CpuBackend:
 class CpuExecutable:
     """A tape and everything its addresses point to."""
 
-    def __init__(self, tape: _native.Tape, vocab_size: int, hidden_size: int, workspace_bytes: int, kept: object) -> None:
+    def __init__(
+        self,
+        tape: _native.Tape,
+        cache: KVCache,
+        vocab_size: int,
+        hidden_size: int,
+        workspace_bytes: int,
+        kept: object,
+    ) -> None:
         self.workspace_bytes = workspace_bytes  # of activations; touched as far as steps need it
         self._tape: _native.Tape | None = tape
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size  # 0: the forward pass reports no hidden states
         self._kept = kept
+        self._cache = cache
+        self._pages = PagesAhead(cache.memory)
 
     def run(self, inputs: StepInputs) -> Drawn:
         draws = inputs.draws
@@ -119,7 +132,11 @@ class CpuExecutable:
             top_logprobs=np.empty((count, width), np.float32),
             hidden=np.empty((len(inputs.hidden_rows), self._hidden_size), np.float32),
         )
-        self.tape.run(inputs, drawn, 0)
+        self._pages.begin_step()
+        try:
+            self.tape.run(inputs, drawn, 0)
+        finally:
+            self._pages.end_step(self._cache.bytes_through(self.tape.highest_block))
         return drawn
 
     def all_logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
@@ -134,6 +151,7 @@ class CpuExecutable:
         return self._tape
 
     def close(self) -> None:
+        self._pages.close()
         self._tape = None
         self._kept = None
 
