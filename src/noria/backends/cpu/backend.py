@@ -10,7 +10,7 @@ import numpy.typing as npt
 from noria.backends.base import Drawn, Handle, KVCacheSpec, Ops, StepInputs
 from noria.backends.cpu import _native
 from noria.backends.cpu.compiler import Compiler
-from noria.backends.cpu.kv import KVCache
+from noria.backends.cpu.kv import SHELF_BLOCKS, KVCache
 from noria.backends.cpu.memory import address
 from noria.backends.cpu.pages_ahead import PagesAhead
 from noria.backends.cpu.recorder import Hidden, Rope, record
@@ -118,8 +118,8 @@ class CpuExecutable:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size  # 0: the forward pass reports no hidden states
         self._kept = kept
-        self._cache = cache
-        self._pages = PagesAhead(cache.memory)
+        self._shelf_bytes = SHELF_BLOCKS * cache.spec.block_bytes
+        self._pages: PagesAhead | None = PagesAhead(cache.memory)
 
     def run(self, inputs: StepInputs) -> Drawn:
         draws = inputs.draws
@@ -132,11 +132,13 @@ class CpuExecutable:
             top_logprobs=np.empty((count, width), np.float32),
             hidden=np.empty((len(inputs.hidden_rows), self._hidden_size), np.float32),
         )
-        self._pages.begin_step()
+        if (pages := self._pages) is None:
+            raise ValueError("the executable is closed")
+        pages.begin_step()
         try:
             self.tape.run(inputs, drawn, 0)
         finally:
-            self._pages.end_step(self._cache.bytes_through(self.tape.highest_block))
+            pages.end_step((self.tape.highest_block // SHELF_BLOCKS + 1) * self._shelf_bytes)
         return drawn
 
     def all_logits(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
@@ -151,7 +153,9 @@ class CpuExecutable:
         return self._tape
 
     def close(self) -> None:
-        self._pages.close()
+        if self._pages is not None:
+            self._pages.close()
+        self._pages = None
         self._tape = None
         self._kept = None
 

@@ -32,10 +32,6 @@ class KVCache:
         shelves = self.memory.reshape(-1, slots, spec.num_kv_heads, 2, SHELF_BLOCKS, spec.head_bytes)
         self._shelves = shelves.transpose(0, 4, 1, 3, 2, 5)  # [shelf][block][slot][k|v][kv head][bytes]
 
-    def bytes_through(self, block: int) -> int:
-        """Bytes from the memory's beginning to the end of the block's shelf."""
-        return (block // SHELF_BLOCKS + 1) * SHELF_BLOCKS * self.spec.block_bytes
-
     def copy(self, source: int, destination: int) -> None:
         self._block(destination)[:] = self._block(source)
 
