@@ -19,6 +19,7 @@ AttentionPlanner::AttentionPlanner(const AttentionArgs& shape, int threads, int6
   const int32_t group = shape.heads / shape.kv.kv_heads;
   const int64_t splits = (table_width + kSplitBlocks - 1) / kSplitBlocks, vectors = static_cast<int64_t>(queries_a_tile(group)) * group;
   capacity_ = std::min(kMostPartials, kTilesPerThread * threads_ * splits * vectors * partial_width(shape.kv.dim));
+  reads_.resize(static_cast<size_t>(threads));
   partials_.reset(new float[static_cast<size_t>(capacity_)]);
 }
 
@@ -123,6 +124,36 @@ void AttentionPlanner::divide_splits() {
   if (floats > capacity_) return;
   work_ = std::move(divided);
   counters_.assign(static_cast<size_t>(counters), 0);
+}
+
+// Chunks of prompts are left out: their attention is arithmetic.
+void AttentionPlanner::find_reads(const StepView& step, size_t most) {
+  for (auto& reads : reads_) reads.clear();
+  if (decodes_.empty()) return;
+  int64_t tile = 0;
+  for (const AttentionWork& work : work_)
+    for (int32_t head = 0; head < shape_.kv.kv_heads; ++head, ++tile) {
+      std::vector<int64_t>& reads = reads_[static_cast<size_t>(tile % threads_)];  // tiles are dealt out
+      const AttentionQuery* const queries = &queries_[static_cast<size_t>(work.first_query)];
+      const bool chunk = work.queries > 1 && queries[0].row == queries[1].row;
+      if (chunk || reads.size() >= most) continue;
+      const int32_t joint = std::clamp(work.joint_splits, work.first_split, work.last_split);
+      add_reads(step, queries[0], head, work.first_split, joint, reads);
+      for (int32_t q = 0; q < work.queries; ++q) add_reads(step, queries[q], head, joint, work.last_split, reads);
+    }
+}
+
+void AttentionPlanner::add_reads(const StepView& step, const AttentionQuery& query, int32_t head, int32_t first_split, int32_t last_split,
+                                 std::vector<int64_t>& reads) const {
+  KVLayout kv = shape_.kv;
+  kv.slot = 0;
+  const int32_t position = position_of(step, query), start = std::max(0, shape_.window > 0 ? position - shape_.window + 1 : 0);
+  const int32_t* const table = block_table(step, kv.group, query.row);
+  const int32_t end = std::min(position / kBlockSize + 1, last_split * kSplitBlocks);
+  for (int32_t b = std::max(start / kBlockSize, first_split * kSplitBlocks); b < end; ++b) {
+    reads.push_back(key_block(kv, table[b], head) - kv.base);
+    reads.push_back(value_block(kv, table[b], head) - kv.base);
+  }
 }
 
 }  // namespace noria

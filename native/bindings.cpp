@@ -223,6 +223,9 @@ void bind_tape(nb::module_& m) {
            "One step over StepInputs, into Drawn or, if `all_logits` is an address, into float32 [L, vocab] there.");
   tape.def("set_profiling", [](BoundTape& t, bool on) { t.tape.set_profiling(on); }, "on"_a);
   tape.def_prop_ro("highest_block", [](const BoundTape& t) { return t.tape.highest_block(); });
+  tape.def(
+      "decode_reads", [](const BoundTape& t, int worker) { return t.tape.decode_reads(worker); }, "worker"_a,
+      "Offsets of the heads' blocks that a worker fetches ahead of the first attention, in order: for tests.");
   tape.def("labels", [](const BoundTape& t) { return t.tape.labels(); });
   tape.def("seconds", [](const BoundTape& t) { return t.tape.seconds(); });
 }

@@ -5,6 +5,7 @@
 #include "attention_args.h"
 #include "limits_args.h"
 #include "linear_args.h"
+#include "read_ahead.h"
 #include "rows_args.h"
 #include "step.h"
 
@@ -15,7 +16,7 @@ struct KernelTable {
 
   // linear.h, quantize.h, embedding.h
   int64_t (*linear_tile_count)(LinearArgs&, int threads);
-  void (*linear_tile)(const LinearArgs&, int64_t tile);
+  void (*linear_tile)(const LinearArgs&, int64_t tile, ReadAhead* later);  // `later` may be null
   void (*quantize_rows)(const float* x, int64_t x_stride, int64_t inputs, const QuantizedRows& out, int64_t first, int64_t last);
   void (*round_rows_bf16)(const float* x, int64_t x_stride, int64_t inputs, uint16_t* pairs, int64_t first, int64_t last);
   void (*embed_rows)(const EmbedArgs&, int64_t first, int64_t last);

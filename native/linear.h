@@ -12,6 +12,7 @@
 // dimension: a panel is streamed once for up to kRowTile rows, then found again in the cache by the next rows of the block.
 #pragma once
 #include "linear_args.h"
+#include "read_ahead.h"
 #include "simd.h"
 
 namespace noria::NORIA_TIER {
@@ -38,7 +39,8 @@ constexpr int kRowTile = 2, kHalves = 1;
 // one, and each of them fetches its share of the next panel, so that memory works while they compute.
 struct Prefetch {
   const uint8_t* at;
-  int64_t share;  // a step over n bytes of the panel fetches n / share bytes
+  int64_t share;     // a step over n bytes of the panel fetches n / share bytes
+  ReadAhead* later;  // what comes behind the linear ops, or null
 
   void step(int64_t bytes) {
     const uint8_t* end = at + bytes / share;
@@ -46,6 +48,7 @@ struct Prefetch {
   }
 };
 constexpr int64_t kPrefetchDistance = 4096;  // bytes
+constexpr int kFewestRowsAhead = 4;          // of a register tile that fetches for `later`
 
 // -- sums over the inner dimension: acc[r][h] of rows row + r and columns 16 (First + h) .. of one panel ---------------------------
 
@@ -56,6 +59,8 @@ inline void sum_f32(const LinearArgs& args, const uint8_t* panel, Prefetch ahead
   NORIA_UNROLL_STEPS
   for (int64_t k = 0; k < args.inputs; ++k, w += kPanel) {
     if constexpr (First == 0) ahead.step(kPanel * 4);
+    if constexpr (First == 0 && R >= kFewestRowsAhead)
+      if (k % kStepLanes == 0 && ahead.later != nullptr) fetch_some(*ahead.later);
     vf16 weights[H];
     NORIA_UNROLL
     for (int h = 0; h < H; ++h) weights[h] = load(w + 16 * h);
@@ -76,6 +81,8 @@ inline void sum_bf16(const LinearArgs& args, const uint8_t* panel, Prefetch ahea
   NORIA_UNROLL_STEPS
   for (int64_t k = 0; k < pairs; ++k, w += 2 * kPanel) {
     if constexpr (First == 0) ahead.step(kPanel * 4);
+    if constexpr (First == 0 && R >= kFewestRowsAhead)
+      if (k % kStepLanes == 0 && ahead.later != nullptr) fetch_some(*ahead.later);
     bf16x32 weights[H];
     NORIA_UNROLL
     for (int h = 0; h < H; ++h) weights[h] = load_pairs(w + 32 * h);
@@ -132,6 +139,8 @@ inline void sum_groups(const LinearArgs& args, const uint8_t* panel, Prefetch ah
 
   for (int64_t g = 0; g < groups; ++g, panel += group_bytes(F)) {
     if constexpr (First == 0) ahead.step(group_bytes(F));
+    if constexpr (First == 0 && R >= kFewestRowsAhead)
+      if (ahead.later != nullptr) fetch_some(*ahead.later);
     vi16 start[R];
     GroupDot<F.kind> dot[R][H];
     NORIA_UNROLL
@@ -252,7 +261,7 @@ struct TileRange {
 };
 
 template <WeightFormat F>
-void segment_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range) {
+void segment_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range, ReadAhead* later) {
   // Register tiles of nearly the same number of rows: 8 rows are 4 + 4, not 6 + 2.
   const int64_t rows = range.last_row - range.first_row, count = (rows + kRowTile - 1) / kRowTile;
   const int64_t share = rows / count, longer = rows % count;
@@ -260,11 +269,11 @@ void segment_tile(const LinearArgs& args, const LinearSegment& segment, const Ti
     const int64_t left = segment.outputs - p * kPanel;
     const uint8_t* data = segment.data + p * segment.panel_stride;
     PanelColumns panel{
-        data, {data + kPrefetchDistance, 1}, segment.first_column + p * kPanel, left < kPanel ? static_cast<int>(left) : kPanel};
+        data, {data + kPrefetchDistance, 1, later}, segment.first_column + p * kPanel, left < kPanel ? static_cast<int>(left) : kPanel};
     int64_t row = range.first_row;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t height = share + (i < longer ? 1 : 0);
-      if (count > 1) panel.ahead = {data + segment.panel_stride * (count + i) / count, count};
+      if (count > 1) panel.ahead = {data + segment.panel_stride * (count + i) / count, count, later};
       some_rows<F>(args, panel, row, height);
       row += height;
     }
@@ -272,25 +281,27 @@ void segment_tile(const LinearArgs& args, const LinearSegment& segment, const Ti
 }
 
 template <Kind K, int Group>
-inline void quantized_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range) {
+inline void quantized_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range, ReadAhead* later) {
   const WeightFormat f = segment.format;
-  if (f.half_scales && f.has_minimum) return segment_tile<WeightFormat{K, Group, true, true}>(args, segment, range);
-  if (f.half_scales) return segment_tile<WeightFormat{K, Group, true, false}>(args, segment, range);
-  if (f.has_minimum) return segment_tile<WeightFormat{K, Group, false, true}>(args, segment, range);
-  return segment_tile<WeightFormat{K, Group, false, false}>(args, segment, range);
+  if (f.half_scales && f.has_minimum) return segment_tile<WeightFormat{K, Group, true, true}>(args, segment, range, later);
+  if (f.half_scales) return segment_tile<WeightFormat{K, Group, true, false}>(args, segment, range, later);
+  if (f.has_minimum) return segment_tile<WeightFormat{K, Group, false, true}>(args, segment, range, later);
+  return segment_tile<WeightFormat{K, Group, false, false}>(args, segment, range, later);
 }
 
-inline void dispatch_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range) {
+inline void dispatch_tile(const LinearArgs& args, const LinearSegment& segment, const TileRange& range, ReadAhead* later) {
   const WeightFormat f = segment.format;
   switch (f.kind) {
     case Kind::f32:
-      return segment_tile<WeightFormat{Kind::f32, 0, false, false}>(args, segment, range);
+      return segment_tile<WeightFormat{Kind::f32, 0, false, false}>(args, segment, range, later);
     case Kind::bf16:
-      return segment_tile<WeightFormat{Kind::bf16, 0, false, false}>(args, segment, range);
+      return segment_tile<WeightFormat{Kind::bf16, 0, false, false}>(args, segment, range, later);
     case Kind::q8:
-      return f.group == 32 ? quantized_tile<Kind::q8, 32>(args, segment, range) : quantized_tile<Kind::q8, 16>(args, segment, range);
+      return f.group == 32 ? quantized_tile<Kind::q8, 32>(args, segment, range, later)
+                           : quantized_tile<Kind::q8, 16>(args, segment, range, later);
     case Kind::q4:
-      return f.group == 32 ? quantized_tile<Kind::q4, 32>(args, segment, range) : quantized_tile<Kind::q4, 16>(args, segment, range);
+      return f.group == 32 ? quantized_tile<Kind::q4, 32>(args, segment, range, later)
+                           : quantized_tile<Kind::q4, 16>(args, segment, range, later);
   }
 }
 
@@ -333,7 +344,7 @@ inline int64_t linear_tile_count(LinearArgs& args, int threads) {
 
 // Tile `tile` of the cut in args.tiling. Neighbouring tiles are the row blocks of one run of panels, so that its weights are
 // read from memory once.
-inline void linear_tile(const LinearArgs& args, int64_t tile) {
+inline void linear_tile(const LinearArgs& args, int64_t tile, ReadAhead* later) {
   const LinearTiling& t = args.tiling;
   const int64_t first = tile / t.row_blocks * t.panel_run, last = first + t.panel_run;
   const int64_t first_row = tile % t.row_blocks * t.row_block;
@@ -343,7 +354,7 @@ inline void linear_tile(const LinearArgs& args, int64_t tile) {
     const LinearSegment& segment = args.segments[s];
     const int64_t count = panel_count(segment.outputs);
     const int64_t from = first > before ? first - before : 0, to = last - before < count ? last - before : count;
-    if (from < to) dispatch_tile(args, segment, {from, to, first_row, last_row});
+    if (from < to) dispatch_tile(args, segment, {from, to, first_row, last_row}, later);
     before += count;
   }
 }

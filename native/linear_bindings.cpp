@@ -135,7 +135,7 @@ Result<float> linear(const std::string& tier, Rows<float> x, const std::vector<M
     args.tiling = {panel_run, row_block, (rows + row_block - 1) / row_block};
     tiles = (panels + panel_run - 1) / panel_run * args.tiling.row_blocks;
   }
-  for (int64_t i = 0; i < tiles; ++i) kernels.linear_tile(args, backwards ? tiles - 1 - i : i);
+  for (int64_t i = 0; i < tiles; ++i) kernels.linear_tile(args, backwards ? tiles - 1 - i : i, nullptr);
   return y;
 }
 

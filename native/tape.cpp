@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kMostFetched = 128 << 10;  // bytes of the next op's weights: they stay in L2 beside what the present op needs
+constexpr int64_t kFewestRowsAhead = 12;     // with fewer, a linear op waits for the memory itself
+constexpr int64_t kMostLinesAhead = 4;       // as many as the memory answers in a step
+constexpr size_t kMostRunsAhead = 4096;      // a worker: some megabytes, that the cache keeps until they are read
+constexpr int64_t kRowsAStep = 6;            // of a register tile
 constexpr int kMaskSpins = 2000;             // some ten microseconds
 constexpr auto kMaskNap = std::chrono::microseconds(20);
 
@@ -97,6 +101,11 @@ void Tape::finish() {
       bytes = std::max(bytes, kernels_.attention_scratch_bytes(ops_[i].attention));
       gates[i].division = Division::dealt;  // the planner puts the longest first
     }
+  ahead_.resize(static_cast<size_t>(pool_->threads()));
+  for (size_t i = loop_begin, attention = 0; i-- > 0;) {
+    if (ops_[i].kind == OpKind::attention) attention = i;
+    ops_[i].attention_after = static_cast<uint32_t>(attention);
+  }
   for (int i = 0; i < pool_->threads(); ++i) {
     scratch_.push_back(std::unique_ptr<std::byte[]>(new std::byte[static_cast<size_t>(bytes) + 64]));
     const auto address = reinterpret_cast<uintptr_t>(scratch_.back().get());
@@ -221,6 +230,45 @@ void Tape::set_sizes() {
   }
 }
 
+// How many lines each step of the linears before an attention op fetches for it.
+void Tape::set_lines_ahead() {
+  for (Ahead& ahead : ahead_) ahead.op = 0;
+  const bool many = step_.token_count >= kFewestRowsAhead;
+  if (many)
+    for (AttentionPlanner& planner : planners_) planner.find_reads(step_, kMostRunsAhead);
+  int64_t steps = 0;
+  for (Op& op : ops_) {
+    if (op.kind == OpKind::linear) {
+      const LinearArgs& args = op.linear[1];
+      for (int s = 0; s < args.segment_count; ++s) {
+        const LinearSegment& segment = args.segments[s];
+        steps += panel_count(segment.outputs) * ceil_divide(args.rows, kRowsAStep) * steps_ahead(segment.format, args.inputs);
+      }
+    }
+    if (op.kind != OpKind::attention) continue;
+    size_t runs = 0;
+    for (int worker = 0; worker < pool_->threads() && many; ++worker) runs = std::max(runs, planners_[op.plan].reads(worker).size());
+    const int64_t lines = static_cast<int64_t>(runs) * ceil_divide(kv_head_bytes(op.attention.kv), kCacheLine) * pool_->threads();
+    op.lines_ahead = steps == 0 ? 0 : std::min(kMostLinesAhead, ceil_divide(lines, steps));
+    steps = 0;
+  }
+}
+
+// What a worker fetches while it computes a linear op; null: nothing.
+ReadAhead* Tape::read_ahead(uint32_t index, int worker) {
+  const uint32_t attention = ops_[index].attention_after;
+  const Op& op = ops_[attention];
+  if (attention == 0 || op.lines_ahead == 0) return nullptr;
+  Ahead& ahead = ahead_[static_cast<size_t>(worker)];
+  if (ahead.op != attention) {
+    const KVLayout& kv = op.attention.kv;
+    const std::vector<int64_t>& reads = planners_[op.plan].reads(worker);
+    const int64_t head_bytes = kv_head_bytes(kv), layer = kv.slot * kv.kv_heads * 2 * kShelfBlocks * head_bytes;
+    ahead = {attention, {kv.base + layer, reads.data(), reads.data() + reads.size(), head_bytes, op.lines_ahead}};
+  }
+  return &ahead.reads;
+}
+
 // -- running -----------------------------------------------------------------------------------------------------------------------
 
 void Tape::run(StepView& step, float* all_logits) {
@@ -232,14 +280,15 @@ void Tape::run(StepView& step, float* all_logits) {
   all_logits_ = all_logits;
   for (AttentionPlanner& planner : planners_) planner.plan(step_);
   set_sizes();
+  set_lines_ahead();
   if (profiling_) last_time_ = now();
   pool_->run(*this);
 }
 
 // The linear before the draws reads rows `pass * chunk_rows` on of its input; its output is the same tile of rows each time.
-void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile) const {
+void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile, ReadAhead* later) const {
   const LinearArgs& args = op.linear[op.in_loop && pass + 1 < passes ? 0 : 1];
-  if (pass == 0) return kernels_.linear_tile(args, tile);
+  if (pass == 0) return kernels_.linear_tile(args, tile, later);
   LinearArgs moved = args;
   const int64_t rows = pass * chunk_rows_, codes = rows * padded_codes(args.inputs);
   if (args.x != nullptr) moved.x += rows * args.x_stride;
@@ -247,7 +296,7 @@ void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile) const {
   if (const QuantizedRows& q = args.quantized; q.codes != nullptr)
     moved.quantized = {q.codes + codes,          q.scales + codes / 32,          q.sums + codes / 32, q.scaled_sums + codes / 32,
                        q.half_sums + codes / 16, q.scaled_half_sums + codes / 16};
-  kernels_.linear_tile(moved, tile);
+  kernels_.linear_tile(moved, tile, later);
 }
 
 // Until the thread that fills the masks has stored that it is done. It works beside the forward pass and is nearly always first.
@@ -291,7 +340,7 @@ void Tape::run_tile(uint32_t index, uint32_t pass, uint32_t tile, int worker) {
                                  std::min(first + op.rows_a_tile, rows));
     }
     case OpKind::linear:
-      return run_linear(op, pass, tile);
+      return run_linear(op, pass, tile, read_ahead(index, worker));
     case OpKind::attention:
       return kernels_.attention_tile(op.attention, step_, planners_[op.plan].view(), tile, tile_after(index, tile), scratch);
     case OpKind::draw:

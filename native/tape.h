@@ -62,7 +62,8 @@ class Tape final : public Program {
   Bytes reads_after(uint32_t op, int worker) const override;
   void finished(uint32_t op) override;
 
-  int32_t highest_block() const { return highest_block_; }  // that any step has named
+  const std::vector<int64_t>& decode_reads(int worker) const { return planners_.front().reads(worker); }  // of the first attention's shape
+  int32_t highest_block() const { return highest_block_; }                                                // that any step has named
 
   // -- profile -----------------------------------------------------------------------------------------------------------------
   void set_profiling(bool on);
@@ -80,7 +81,9 @@ class Tape final : public Program {
     int64_t rows_a_tile = 1;
     LinearArgs linear[2] = {};  // of full passes, and of the last pass (outside the loop only the last is used)
     AttentionArgs attention = {};
-    size_t plan = 0;  // of planners_
+    size_t plan = 0;               // of planners_
+    uint32_t attention_after = 0;  // of a linear: the attention op behind it, itself no attention: none
+    int64_t lines_ahead = 0;       // of an attention: lines that a step of the linears before it fetches
   };
 
   void check(const StepView& step);
@@ -91,8 +94,10 @@ class Tape final : public Program {
   void set_sizes();
   int64_t rows_of(Domain domain) const;
   int64_t count_linear(LinearArgs& args, int64_t rows) const;
-  void run_linear(const Op& op, uint32_t pass, uint32_t tile) const;
+  void run_linear(const Op& op, uint32_t pass, uint32_t tile, ReadAhead* later) const;
   int64_t tile_after(uint32_t op, uint32_t tile) const;
+  void set_lines_ahead();
+  ReadAhead* read_ahead(uint32_t op, int worker);
   void await_masks() const;
   void run_draws(uint32_t pass, uint32_t tile, void* scratch) const;
   Op& op_of(OpKind kind);
@@ -115,6 +120,13 @@ class Tape final : public Program {
   std::vector<int32_t> draw_order_;
   std::vector<std::unique_ptr<std::byte[]>> scratch_;  // one a worker, not touched before it is needed
   std::vector<std::byte*> scratch_start_;              // the same, aligned
+
+  // What each worker fetches now, and for which attention op.
+  struct alignas(64) Ahead {
+    uint32_t op = 0;
+    ReadAhead reads = {};
+  };
+  std::vector<Ahead> ahead_;
 
   bool profiling_ = false;
   std::vector<double> seconds_;

@@ -243,3 +243,43 @@ def test_the_output_comes_in_the_forms_that_linears_read(shape: Shape, tier: str
     assert apart[0].any()
     assert np.array_equal(fused[0], apart[0])
     assert np.array_equal(fused[1], apart[1])
+
+
+def block_offsets(shape: Shape, blocks: set[int]) -> set[int]:
+    """Where the heads of some blocks begin, keys and values, after the drawing in kv_layout.h."""
+    head_bytes = 16 * {"bf16": 2 * shape.dim, "f32": 4 * shape.dim, "int8": shape.dim + 4}[shape.kv]
+    runs = range(2 * shape.kv_heads)
+    return {((block // 16 * 2 * shape.kv_heads + run) * 16 + block % 16) * head_bytes for block in blocks for run in runs}
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "smollm2", "bf16-window"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_fetched_ahead_is_what_decodes_will_read(name: str, threads: int) -> None:
+    """Red when a worker fetches blocks of another's tiles, of chunks or beyond what a query sees."""
+    shape, rows = SHAPES[name], 14
+    rig = AttentionRig(shape, threads=threads, sequences=rows)
+    lengths = [1 + 43 * r for r in range(rows)]
+    decodes = [Row(r, lengths[r] - 1, 1) for r in range(rows - 1)]
+    chunk = Row(rows - 1, 0, 30)
+    rig.step([*decodes, chunk], [random_qkv(shape, 1)] * len(decodes) + [random_qkv(shape, 30)])
+    reads = [rig.tape.decode_reads(worker) for worker in range(threads)]
+    seen: set[int] = set()
+    for row in decodes:
+        first = max(0, row.start + 1 - shape.window) // 16 if shape.window else 0
+        seen |= set(rig.table[row.slot, first : row.start // 16 + 1].tolist())
+    together = [offset for part in reads for offset in part]
+    assert len(together) == len(set(together))
+    assert set(together) == block_offsets(shape, seen)
+    assert all(reads)
+
+
+def test_a_common_prefix_is_fetched_once_for_rows_that_are_computed_together() -> None:
+    """Red when each row of a joint tile fetches the blocks that it shares."""
+    shape, rows = SHAPES["smollm2"], 16
+    rig = AttentionRig(shape, sequences=rows)
+    rig.table[:, :32] = rig.table[0, :32]
+    rig.step([Row(r, 512 + r, 1) for r in range(rows)], [random_qkv(shape, 1)] * rows)
+    shared = block_offsets(shape, set(rig.table[0, :32].tolist()))
+    fetched = [offset for offset in rig.tape.decode_reads(0) if offset in shared]
+    assert set(fetched) == shared
+    assert len(fetched) < rows / 2 * len(shared)
