@@ -72,8 +72,10 @@ class FakeRunner:
     """Runs plans on the toy model, and checks that each plan is one that a runner can execute.
 
     `late=True` computes in `wait`, as a device does whose host goes on after `launch`. `failures` maps a step id to the
-    exception that it raises. All plans are kept in `plans`.
+    exception that it raises. All plans are kept in `plans`. `draft_model(row, tokens, count)` answers rows that ask for drafts.
     """
+
+    draft_model: Callable[[Row, list[int], int], Sequence[int]] | None = None
 
     def __init__(
         self,
@@ -179,8 +181,18 @@ class FakeRunner:
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
+            drafts=self._drafts(row, planned, tokens),
             embedding=repr(row.pooled).encode() if pooled else b"",
         )
+
+    def _drafts(self, row: Row, planned: PlanRow, drawn: list[int]) -> tuple[int, ...]:
+        if not planned.draft_tokens:
+            return ()
+        assert self.draft_model is not None, "drafts are asked for, and there is no draft model"
+        assert planned.samples > 0
+        assert not planned.streams
+        known = row.tokens[: planned.start + planned.count - planned.samples + 1] + drawn
+        return tuple(self.draft_model(row, known, planned.draft_tokens))
 
     def _forward(self, row: Row, position: int) -> int:
         """Write the position's KV, group by group, and read what it sees; its last state."""
@@ -250,6 +262,23 @@ class Adversary:
         return tuple([abs(token - 1) if self._random.random() < self._error else token for token in right])  # in the vocabulary
 
 
+class Asker:
+    """Makes an engine ask its draft model as often as not, and believe all that it says, whatever it costs."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self._speculator = engine.speculator
+        self._random = Random(seed)
+        engine.speculator.asks_for = self._asks  # type: ignore[method-assign]
+        engine.speculator.drafts_for = self._drafts  # type: ignore[method-assign]
+
+    def _asks(self, rows: list[tuple[Any, int]], decodes: object) -> list[int]:
+        return [self._random.randint(0, min(most, 6)) for _, most in rows]
+
+    def _drafts(self, rows: list[tuple[Any, int]], bargain: object) -> list[tuple[int, ...]]:
+        drafters = [(self._speculator.drafter(sequence), most) for sequence, most in rows]
+        return [() if d is None or d.model is None else tuple(d.model.read(most)) for d, most in drafters]
+
+
 def make_engine(
     groups: Sequence[LayerGroup] = (FULL,),
     num_blocks: int = 65,
@@ -259,6 +288,7 @@ def make_engine(
     clock: FakeClock | None = None,
     model_tag: bytes = b"model",
     prices: Prices | None = None,
+    draft_cost: float | None = None,
     **settings: Any,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fake runner (which is late where the engine is asynchronous). `settings` are EngineConfig's."""
@@ -273,6 +303,7 @@ def make_engine(
         model_tag=model_tag,
         runner=runner,
         prices=prices,
+        draft_cost=draft_cost,
         clock=clock or FakeClock(),
     )
     return engine, runner

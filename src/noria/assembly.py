@@ -56,6 +56,7 @@ def build_engine(config: EngineConfig, *, progress: Callable[[str], None] | None
         model_tag=tag,
         runner=runner,
         prices=load_prices(known) or _guess(model),
+        draft_cost=None if model.draft is None else model.draft.ledger.weights / model.ledger.weights,
         keep_prices=lambda prices: keep_prices(known, prices),
     )
     return BuiltEngine(engine, model.name, model.spec, model.checkpoint, model.ledger, backend, tag)

@@ -20,7 +20,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     method: DraftMethod | Annotated[tuple[DraftMethod, ...], Meta(min_length=1)]
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # the most of one sequence in a step
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10_000  # outputs that the method suffix remembers
-    model: str | None = None  # of the method draft_model
+    model: str | None = None  # of the method draft_model: what --model takes
+
+    def __post_init__(self) -> None:
+        if ("draft_model" in self.methods) != (self.model is not None):
+            raise ValueError('the method "draft_model" needs a "model" of the same vocabulary, and no other method has one')
 
     @property
     def methods(self) -> tuple[DraftMethod, ...]:
@@ -66,7 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[
             SpeculativeConfig,
             Meta(
-                description='drafts, JSON: {"method": ["ngram", "suffix"], "num_speculative_tokens": 8} (docs/speculation.md)'
+                description='drafts, JSON: {"method": ["ngram", "suffix"]} or {"method": "draft_model", "model": NAME} '
+                "(docs/speculation.md)"
             ),
         ]
         | None

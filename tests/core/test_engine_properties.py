@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import noria.kv.cache
-from fakes import FULL, Adversary, Choice, Collector, FakeClock, alone, make_engine, make_request, window_group
+from fakes import FULL, Adversary, Asker, Choice, Collector, FakeClock, Row, alone, make_engine, make_request, window_group
 from noria.core.sequence import Sequence
 from noria.kv.keys import block_key
 from noria.models.spec import LayerGroup
@@ -39,6 +39,10 @@ SPECULATION: dict[str, Any] = {
     "off": {},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}},
     "both": {"speculative_config": {"method": ["ngram", "suffix"], "num_speculative_tokens": 5}},
+    "draft model": {
+        "speculative_config": {"method": ["ngram", "draft_model"], "model": "small", "num_speculative_tokens": 5},
+        "draft_cost": 0.1,
+    },
     "right": {},
     "wrong": {},
     "mixed": {},
@@ -72,7 +76,7 @@ class Traffic(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         careful=st.sampled_from([True, False, False]),
         itl_target_ms=st.sampled_from([0, 1, 20, 100]),
-        speculation=st.sampled_from(["off", "ngram", "both", "right", "wrong", "mixed", "mixed"]),
+        speculation=st.sampled_from(["off", "ngram", "both", "right", "wrong", "mixed", "mixed", "draft model", "draft model"]),
     )
     def start(
         self,
@@ -113,6 +117,9 @@ class Traffic(RuleBasedStateMachine):
         )
         if speculation in ERRORS:
             Adversary(self.engine, self._outcome, ERRORS[speculation], seed=blocks)
+        if speculation == "draft model":
+            Asker(self.engine, seed=blocks)
+            self.runner.draft_model = self._guess
         if not careful:  # no watermark: admit what fits now, so that memory runs out and sequences are preempted
             self.engine.scheduler.growth.peak = lambda running: 0  # type: ignore[method-assign]
         self.budget = budget
@@ -122,6 +129,14 @@ class Traffic(RuleBasedStateMachine):
     def _outcome(self, sequence: Sequence) -> tuple[int, ...]:
         whole = reference(sequence.request, self.kind, self.engine.max_model_len)
         return sequence.request.prompt + whole[sequence.index].tokens
+
+    def _guess(self, row: Row, tokens: list[int], count: int) -> list[int]:
+        """What a sequence of this prompt will say, as far as it is known; now and then something else."""
+        prompt = row.new.tokens[: row.new.prompt_length]
+        request = next(r for r in self.requests.values() if r.prompt == prompt and r.params == row.new.params)
+        whole = reference(request, self.kind, self.engine.max_model_len)[row.new.stream]
+        right = [*prompt, *whole.tokens][len(tokens) : len(tokens) + count]
+        return [(token + 1) % 50 if (token + len(tokens)) % 5 == 0 else token for token in right]
 
     @rule(
         branch=st.integers(0, 1),

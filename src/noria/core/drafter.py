@@ -7,6 +7,7 @@ So a sequence stops drafting after a few wrong guesses, goes on guessing for not
 from __future__ import annotations
 
 from noria.core.lookup import NOWHERE, Prediction, Source
+from noria.core.model_drafts import ModelDrafts
 
 _FIRST_ODDS = (
     0.1,
@@ -50,17 +51,26 @@ def _class(match: int) -> int:
 class Drafter:
     """The sources of one sequence, and what is known of them."""
 
-    __slots__ = ("_known", "_own", "_shared", "_sources", "prediction")
+    __slots__ = ("_known", "_own", "_shared", "_sources", "model", "prediction")
 
     def __init__(
-        self, sources: list[Source], shared: dict[str, Tally], known: int, prediction: Prediction | None = None
+        self,
+        sources: list[Source],
+        shared: dict[str, Tally],
+        known: int,
+        prediction: Prediction | None = None,
+        model: ModelDrafts | None = None,
     ) -> None:
-        """The sources know the first `known` tokens; `shared` has a tally for each name of a source, of all sequences."""
+        """The sources know the first `known` tokens; `shared` has a tally for each name of a source, of all sequences.
+
+        `prediction` and `model` are the sources of these kinds, if there are.
+        """
         self._sources = sources
         self._own = [Tally(_MEMORY) for _ in sources]
         self._shared = [shared.setdefault(source.name, Tally(_SHARED_MEMORY)) for source in sources]
         self._known = known
         self.prediction = prediction
+        self.model = model
 
     def follow(self, tokens: list[int]) -> None:
         """Judge the guesses by the tokens that have come since, up to the first that was wrong, and guess again."""
@@ -95,18 +105,31 @@ class Drafter:
                 best, best_odds = place, odds
         if best == NOWHERE:
             return [], []
-        source = self._sources[best]
-        drafts = source.read(most)
+        drafts = self._sources[best].read(most)
+        runs = self._runs(best, len(drafts))
+        return drafts[: len(runs)], runs
+
+    def prospects(self, most: int) -> list[float]:
+        """How likely runs of drafts would come true that the draft model is still to be asked for; [] if others know better."""
+        if self.model is None:
+            return []
+        place = next(place for place, source in enumerate(self._sources) if source is self.model)
+        rivals = [self.odds(i, s.match) for i, s in enumerate(self._sources) if i != place and s.guess != NOWHERE]
+        return [] if max(rivals, default=0.0) >= self.odds(place, self.model.match) else self._runs(place, most)
+
+    def _runs(self, place: int, most: int) -> list[float]:
+        """How likely the first, the first two, ... guesses of a source come true, as far as that is likely at all."""
+        match = self._sources[place].match
         runs: list[float] = []
-        run, odds, kind = 1.0, best_odds, _class(source.match)
-        for match in range(source.match, source.match + len(drafts)):
-            if _class(match) != kind:
-                odds, kind = self.odds(best, match), _class(match)
+        run, odds, kind = 1.0, self.odds(place, match), _class(match)
+        for further in range(match, match + most):
+            if _class(further) != kind:
+                odds, kind = self.odds(place, further), _class(further)
             run *= odds
             if run < _LEAST_ODDS:
                 break
             runs.append(run)
-        return drafts[: len(runs)], runs
+        return runs
 
     @property
     def eager(self) -> bool:

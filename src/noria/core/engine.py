@@ -21,7 +21,7 @@ import msgspec
 from noria.config import EngineConfig
 from noria.core.audit import audit, dump
 from noria.core.constraint import Constraint, Constraints, fill_masks, is_constrained
-from noria.core.costs import CostModel
+from noria.core.costs import CostModel, Work
 from noria.core.plan import RowResult, StepPlan, StepResult
 from noria.core.prices import Prices
 from noria.core.queue import WaitingQueue
@@ -100,11 +100,13 @@ class Engine:
         model_tag: bytes,
         runner: Runner,
         prices: Prices | None = None,
+        draft_cost: float | None = None,
         keep_prices: Callable[[Prices], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt;
-        `prices` are what is known of the machine's speed, and at the end `keep_prices` gets what was learned about it.
+        `prices` are what is known of the machine's speed, and at the end `keep_prices` gets what was learned about it;
+        `draft_cost` is a guess of what a pass of the runner's draft model costs, in steps of the target; None: it has none.
 
         `self.max_model_len` is the longest prompt + output that is served: at most `max_model_len`, and no more than
         one sequence alone can hold in the pool. NoriaError if not even one block of tokens fits.
@@ -124,7 +126,7 @@ class Engine:
                 f"{num_blocks - 1} KV blocks hold no sequence: raise --kv-cache-memory-bytes or lower --max-num-batched-tokens"
             )
         costs = CostModel(prices)
-        self.speculator = Speculator(config.speculative_config, costs)
+        self.speculator = Speculator(config.speculative_config, costs, draft_cost)
         self.queue = WaitingQueue(config.scheduling_policy, config.max_num_queued_reqs)
         self.scheduler = Scheduler(
             self.cache,
@@ -348,6 +350,8 @@ class Engine:
         scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
         self.speculator.cost.learn(step.work, result.seconds)
         scheduler.costs.learn(step.work, result.seconds)
+        if result.draft_seconds:
+            self._learn_pass(step, result.draft_seconds)
         self._step_tokens += step.work.tokens
         self._iterations[(step.work.tokens - 1).bit_length()] += 1
         for entry, row in zip(step.entries, result.rows, strict=True):
@@ -371,8 +375,16 @@ class Engine:
                     outputs.append(self._accept(sequence, row.tokens[0], row.logprobs, now))
                 elif entry.end == sequence.limit:  # max_tokens is 0: a prompt to be scored, not continued
                     self._finish_scored(sequence, row.embedding, now)
+            if entry.asks:
+                sequence.asked = False
+                if sequence.state is State.RUNNING:
+                    self.speculator.receive(sequence, row.drafts)
             if sequence.state is not State.RUNNING:
                 scheduler.settle(sequence)
+
+    def _learn_pass(self, step: Step, seconds: float) -> None:
+        ends = [entry.end for entry in step.entries if entry.asks]
+        self.speculator.learn_pass(Work(len(ends), sum(ends), sum(ends), len(ends)), seconds)
 
     def _verify(self, entry: Entry, row: RowResult) -> None:
         """Commit the KV of accepted drafts; that of the others lies beyond what is computed, and will be written again."""

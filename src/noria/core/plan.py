@@ -49,6 +49,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     masked: bool = False  # the row's draws take only tokens of masks that are asked for after launch: one for each sample
     streams: tuple[int, ...] = ()  # more choices drawn from the last position (n > 1): one further token for each stream
     prompt_logprobs_from: int | None = None  # positions >= this in the chunk report the logprob of the next prompt token
+    draft_tokens: int = 0  # the draft model is asked for so many tokens behind the newest one
     hidden_from: int | None = None  # final hidden states of positions >= this in the chunk join the row's mean
 
 
@@ -78,6 +79,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # beside `tokens`, if the row's params ask
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the chunk's positions from prompt_logprobs_from on
+    drafts: tuple[int, ...] = ()  # what the draft model says comes behind `tokens`: at most `draft_tokens`
     embedding: bytes = b""  # with the end of the prompt: the mean over all `hidden_from` positions, little-endian float32
 
 
@@ -86,4 +88,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     rows: tuple[RowResult, ...]
-    seconds: float = 0.0  # time the device worked
+    seconds: float = 0.0  # time the device worked on the plan
+    draft_seconds: float = 0.0  # that a pass of the draft model took, of one token a row that asked; 0: there was none

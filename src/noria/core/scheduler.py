@@ -6,7 +6,8 @@ A step is planned in four passes over one budget of tokens, and, beside decodes,
     1. decodes       every running sequence with one token left to compute gets it, or loses its place to make room
     2. prefills      running sequences with more left get a chunk, in the policy's order
     3. admissions    waiting sequences get a row and a first chunk, in the policy's order, if all they know will fit
-    4. drafts        decodes get guesses to verify, out of what the others left (`core/speculate.py`)
+    4. drafts        decodes get guesses to verify, out of what the others left, and ask the draft model for the next step's
+                     (`core/speculate.py`)
 
 Memory decides between sequences only through `_grow` (pass 1 and 2: somebody is preempted) and `_fits` (pass 3: wait).
 
@@ -39,14 +40,15 @@ Planned = tuple[Sequence, int, int, Blocks]  # sequence, first position, tokens,
 class Entry:
     """What the engine remembers of one PlanRow until its result is back."""
 
-    __slots__ = ("count", "end", "samples", "sequence", "streams")
+    __slots__ = ("asks", "count", "end", "samples", "sequence", "streams")
 
-    def __init__(self, sequence: Sequence, count: int, end: int, samples: int, streams: tuple[int, ...]) -> None:
+    def __init__(self, sequence: Sequence, count: int, end: int, samples: int, streams: tuple[int, ...], asks: int) -> None:
         self.sequence = sequence
         self.count = count
         self.end = end
         self.samples = samples
         self.streams = streams
+        self.asks = asks
 
 
 class Step:
@@ -74,6 +76,7 @@ def bind(plan: StepPlan, late: Iterable[tuple[int, int]], before: tuple[RowResul
             new_blocks=row.new_blocks,
             samples=row.samples,
             masked=row.masked,
+            draft_tokens=row.draft_tokens,
         )
     return StepPlan(
         step=plan.step,
@@ -140,6 +143,8 @@ class Scheduler:
         if (room.tokens > 0 and self.free_rows) or self.cache.marks:
             self._admit(room, planned, now)
         self._plan_drafts(planned, room)
+        if self.speculator.asks:
+            self._plan_asks(planned)
         return self._step(planned) if planned else None
 
     def _plan_decodes(self, planned: list[Planned], now: float) -> list[Sequence]:
@@ -150,7 +155,7 @@ class Scheduler:
                 continue  # the victim of one before it
             start = sequence.computed + sequence.in_flight
             pending = sequence.pending
-            if pending > 1 or (pending and self.speculator.waits(sequence)):
+            if pending > 1 or (pending and (sequence.asked or self.speculator.waits(sequence))):
                 continue  # with drafts in flight its length is not known; and with good guesses it waits for the last token
             known = len(sequence.tokens) + pending
             if known - start > 1:
@@ -217,6 +222,19 @@ class Scheduler:
                 planned[place] = (sequence, start, 1 + len(drafts), _joined(blocks, more))
                 left -= len(drafts)
 
+    def _plan_asks(self, planned: list[Planned]) -> None:
+        """Have the draft model asked what comes behind the decodes of this step, if nothing else of their prompts is left."""
+        rows = []
+        context = 0
+        for sequence, start, count, _ in planned:
+            known = len(sequence.tokens) + sequence.pending
+            if sequence.state is State.RUNNING and start + count - len(sequence.drafts) == known and not sequence.streams:
+                context += known + 1
+                rows.append((sequence, max(0, min(self._max_chunk - 1, sequence.limit - start - count - 2))))
+        decodes = Work(len(rows), context, context, len(rows))
+        for (sequence, _), asks in zip(rows, self.speculator.asks_for(rows, decodes), strict=True):
+            sequence.asks = asks
+
     def _places(self, sequence: Sequence, start: int) -> int:
         """How many drafts behind `start` have places in blocks: a new block, if all running sequences could have one."""
         groups, kv = len(self.cache.windows), sequence.kv
@@ -268,6 +286,8 @@ class Scheduler:
             work_pairs += count * (start + end + 1) // 2
             work_context += end
             work_logits += samples
+            asks, sequence.asks = sequence.asks if samples else 0, 0
+            sequence.asked |= asks > 0
             sequence.slot = len(rows)
             sequence.in_flight += count
             sequence.furthest = max(sequence.furthest, end)
@@ -282,11 +302,12 @@ class Scheduler:
                     samples=samples,
                     masked=samples > 0 and sequence.constraint is not None,
                     streams=streams,
+                    draft_tokens=asks,
                     prompt_logprobs_from=_prompt_logprobs_from(sequence, start, end) if sequence.unscored else None,
                     hidden_from=_hidden_from(sequence, start, end) if sequence.request.pooling else None,
                 )
             )
-            entries.append(Entry(sequence, count, end, samples, streams))
+            entries.append(Entry(sequence, count, end, samples, streams, asks))
         if not rows:
             return None
         work = Work(work_tokens, work_pairs, work_context, work_logits)

@@ -37,6 +37,8 @@ class Sequence:
     """The engine's record of one choice. Mutable, owned by the engine; the scheduler and the engine write to it."""
 
     __slots__ = (
+        "asked",
+        "asks",
         "blocked_on",
         "cache_miss",
         "cached_tokens",
@@ -86,6 +88,8 @@ class Sequence:
         self.slot = 0  # its place in the rows of the last plan
         self.drafter: Drafter | None = None  # made when it first decodes, if it has sources of drafts
         self.drafts: tuple[int, ...] = ()  # of the step that is being planned
+        self.asks = 0  # drafts that the step which is being planned asks the draft model for
+        self.asked = False  # a step in flight has asked: what it says will be known with the result
         self.furthest = 0  # end of the positions that were ever in flight since it runs: its blocks go so far
         self.streams = tuple(range(1, params.n))  # choices still to be drawn from the last prompt position
         self.kv = kv

@@ -5,6 +5,7 @@ of that position, as it would without drafts, and a draft counts if it is equal:
 never which.
 
     sources       a prediction, a grammar, the text itself, earlier outputs      `lookup`, `forced`, `outputs`
+                  a smaller model, where it is worth asking                      `model_drafts`, `asking`
     drafter       the best source of a sequence, by how often each was right     `drafter`
     bargain       how many drafts of each sequence the step is worth             `bargain`, `verification`
 
@@ -17,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from noria.config import SpeculativeConfig
+from noria.core.asking import Asking, Wish
 from noria.core.bargain import Bargain, Proposal
-from noria.core.costs import CostModel
+from noria.core.costs import CostModel, Work
 from noria.core.drafter import Drafter, Tally
 from noria.core.forced import Forced
 from noria.core.lookup import OwnText, Prediction, Source
+from noria.core.model_drafts import ModelDrafts
 from noria.core.outputs import Outputs, SuffixLookup
 from noria.core.sequence import Sequence
 from noria.core.verification import VerificationCost
@@ -35,12 +38,17 @@ _LONGEST_AFTER_WAITING = 63  # the same where a sequence has left out a step for
 class Speculator:
     """Proposes drafts for the sequences of one engine. `config` None: only from predictions and grammars."""
 
-    def __init__(self, config: SpeculativeConfig | None, costs: CostModel) -> None:
-        """ConfigError for a method that this engine has not."""
+    def __init__(self, config: SpeculativeConfig | None, costs: CostModel, draft_cost: float | None = None) -> None:
+        """`draft_cost`: what a pass of the runner's draft model may cost, in steps of the target; None: it has none.
+
+        ConfigError for a method that this engine has not.
+        """
         self._methods = () if config is None else config.methods
-        if "draft_model" in self._methods or (config is not None and config.model is not None):
-            raise ConfigError("--speculative-config: a draft model is not supported by this engine; use ngram, suffix or both")
+        if ("draft_model" in self._methods) != (draft_cost is not None):
+            raise ConfigError("the runner has a draft model if, and only if, the method draft_model is asked for")
         self.cost = VerificationCost(costs)
+        self._asking = None if draft_cost is None else Asking(self.cost, costs, draft_cost)
+        self._heard = False  # whether the draft model has said something since drafts were chosen last
         self.drafts = 0  # rows that had some
         self.draft_tokens = 0
         self.accepted_tokens = 0
@@ -54,6 +62,11 @@ class Speculator:
             False  # whether a sequence leaves out this step to have drafts in the next; the one before
         )
         self._rest = self._resting = 0  # steps that are let pass behind one that had no drafts, and those still to come
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is a draft model."""
+        return self._asking is not None
 
     def serves(self, sequence: Sequence) -> bool:
         """Whether a sequence has sources of drafts."""
@@ -77,17 +90,21 @@ class Speculator:
             sources.append(OwnText(sequence.tokens, sequence.prompt_length))
         if self.active and self._outputs is not None:
             sources.append(SuffixLookup(self._outputs, sequence.request.cache_salt, sequence.prompt_length))
-        return Drafter(sources, self._tallies, sequence.prompt_length, prediction)
+        model = ModelDrafts(sequence.prompt_length) if self.active and self._asking is not None else None
+        if model is not None:
+            sources.append(model)
+        return Drafter(sources, self._tallies, sequence.prompt_length, prediction, model)
 
     def considers(self, sequences: Iterable[Sequence]) -> bool:
         """Whether to think about drafts in a step of these; asked once a step."""
-        if self._resting:
+        if self._resting and not self._heard:
             self._resting -= 1
             return False
         return any(map(self.serves, sequences))
 
     def drafts_for(self, rows: list[tuple[Sequence, int]], bargain: Bargain) -> list[tuple[int, ...]]:
         """The drafts of a step's rows, each at most so many: the one place where proposals come from."""
+        self._heard = False
         proposals = self._proposals(rows, bargain)
         counts = bargain.choose([proposal for proposal in proposals if proposal is not None])
         self._judge(any(counts), bargain.rows)
@@ -125,6 +142,40 @@ class Speculator:
         waits = drafter is not None and drafter.eager
         self._waiting |= waits
         return waits
+
+    # The draft model
+
+    def asks_for(self, rows: list[tuple[Sequence, int]], decodes: Work) -> list[int]:
+        """How many drafts each row is to ask the draft model for, at most so many: verified by the step behind this one.
+
+        `decodes`: what that step will compute without them.
+        """
+        asking, places, wishes = self._asking, [], []
+        if asking is None:
+            return [0] * len(rows)
+        for place, (sequence, most) in enumerate(rows):
+            drafter = self.drafter(sequence)
+            runs = [] if drafter is None else drafter.prospects(min(most, self._most))
+            if drafter is not None and drafter.model is not None and runs:
+                known = len(sequence.tokens)
+                places.append(place)
+                wishes.append(Wish(runs, known - drafter.model.followed, sequence.limit - known))
+        count = asking.drafts(decodes, wishes)
+        return [min(count, most) if place in places else 0 for place, (_, most) in enumerate(rows)]
+
+    def receive(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """The draft model has answered."""
+        drafter = self.drafter(sequence)
+        if drafter is not None and drafter.model is not None:
+            drafter.model.receive(len(sequence.tokens), drafts)
+            self._heard = True
+
+    def learn_pass(self, rows: Work, seconds: float) -> None:
+        """A pass of the draft model over such rows took so long."""
+        if self._asking is not None:
+            self._asking.learn(rows, seconds)
+
+    # Ends
 
     def foreseen(self, sequence: Sequence) -> int:
         """How many tokens of an output the request's prediction foresaw, drafted or not: the same at any load."""

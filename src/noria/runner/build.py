@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -14,6 +14,7 @@ from noria.config import EngineConfig
 from noria.models import rope
 from noria.models.registry import family_of
 from noria.models.spec import ModelSpec, layer_groups
+from noria.runner.draft_model import DraftModel
 from noria.runner.ledger import MemoryLedger, available_memory, plan_memory
 from noria.runner.rows import Rows
 from noria.runner.runner import Runner
@@ -23,6 +24,7 @@ from noria.weights.formats import Weight
 from noria.weights.hub import cache_directory, resolve_model
 from noria.weights.packed import load_parameters, packed_key
 
+DRAFT_ROWS = 4  # rows that a draft model can follow at once: beside more, drafts seldom pay
 NUMERICS_REVISION = 1  # raise it whenever the bits of a logit change: cached KV of another revision is another model's
 
 Report = Callable[[str], None]  # a stage of the start, for a person
@@ -39,10 +41,11 @@ class LoadedModel:
     forward: Callable[[Ops], Handle]
     weights_key: str  # names the packed weights by content
     ledger: MemoryLedger
+    draft: LoadedModel | None = None  # a smaller model that guesses what this one will say
 
 
 def load_model(config: EngineConfig, report: Report) -> LoadedModel:
-    """Find, read and pack a model, and divide the memory. LoadError or ConfigError say what to do."""
+    """Find, read and pack a model and its draft model, and divide the memory. LoadError or ConfigError say what to do."""
     cache = cache_directory(config.cache_dir)
     available = available_memory()
 
@@ -64,6 +67,7 @@ def load_model(config: EngineConfig, report: Report) -> LoadedModel:
     def forward(ops: Ops) -> Handle:
         return family.forward(ops, spec, weights)
 
+    draft = load_draft_model(config, spec, report)
     return LoadedModel(
         name=resolved.name,
         checkpoint=checkpoint,
@@ -71,8 +75,48 @@ def load_model(config: EngineConfig, report: Report) -> LoadedModel:
         weights=weights,
         forward=forward,
         weights_key=packed_key(checkpoint, params, config.quantization, cache),
-        ledger=plan_memory(config, spec, weights, forward, available=available),
+        ledger=plan_memory(
+            config, spec, weights, forward, available=available, draft_model=0 if draft is None else draft.ledger.total
+        ),
+        draft=draft,
     )
+
+
+def load_draft_model(config: EngineConfig, target: ModelSpec, report: Report) -> LoadedModel | None:
+    """The model that `--speculative-config` names for drafts. ConfigError if its vocabulary is another one.
+
+    It is loaded as its file is, and its few rows have room for the longest sequence each, never shared.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    own = msgspec.structs.replace(
+        config,
+        model=speculative.model,
+        speculative_config=None,
+        quantization=None,
+        max_model_len=None,
+        max_num_seqs=min(DRAFT_ROWS, config.max_num_seqs),
+        long_prefill_token_threshold=0,
+        async_depth=0,
+        kv_cache_memory_bytes=None,
+    )
+    model = load_model(own, report)
+    spec = model.spec
+    if spec.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"--speculative-config: the vocabulary of {model.name} has {spec.vocab_size} tokens, and that of the model which it "
+            f"drafts for {target.vocab_size}: a draft model needs the same vocabulary"
+        )
+    length = min(spec.context_length, config.max_model_len or target.context_length, target.context_length)
+    blocks = own.max_num_seqs * len(layer_groups(spec)) * -(-length // BLOCK_SIZE) + 1
+    ledger = replace(
+        model.ledger,
+        max_model_len=length,
+        num_blocks=blocks,
+        kv_cache=blocks * model.ledger.block_bytes,
+    )
+    return replace(model, ledger=ledger)
 
 
 def _share(done: int, total: int) -> str:
@@ -91,7 +135,15 @@ def model_tag(model: LoadedModel, backend: str) -> bytes:
 def build_runner(config: EngineConfig, model: LoadedModel) -> tuple[Runner, Backend]:
     """Allocate the KV cache and record the forward pass on the backend that the settings name."""
     executable, backend = build_executable(config, model)
-    return Runner(executable, backend, step_tables(config, model), depth=config.async_depth), backend
+    draft = None if model.draft is None else build_draft_model(config, model.draft)
+    return Runner(executable, backend, step_tables(config, model), depth=config.async_depth, draft=draft), backend
+
+
+def build_draft_model(config: EngineConfig, model: LoadedModel) -> DraftModel:
+    """The draft model with a backend and a cache of its own."""
+    own = msgspec.structs.replace(config, max_num_seqs=min(DRAFT_ROWS, config.max_num_seqs))
+    executable, backend = build_executable(own, model)
+    return DraftModel(executable, backend, step_tables(own, model), max_tokens=own.max_num_batched_tokens)
 
 
 def build_executable(config: EngineConfig, model: LoadedModel) -> tuple[Executable, Backend]:

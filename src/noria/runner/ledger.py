@@ -36,6 +36,12 @@ class MemoryLedger:
     max_model_len: int
     kv_dtype: KVType
     kv_tokens: int  # tokens of one sequence that the blocks hold
+    draft_model: int = 0  # all that a draft model holds
+
+    @property
+    def total(self) -> int:
+        """Bytes of all purposes."""
+        return self.weights + self.workspace + self.tables + self.kv_cache + self.draft_model
 
     def __str__(self) -> str:
         """A table for people."""
@@ -44,7 +50,8 @@ class MemoryLedger:
             ("workspace", self.workspace, ""),
             ("rope and token tables", self.tables, ""),
             ("KV cache", self.kv_cache, f"{self.num_blocks} blocks of {_size(self.block_bytes)}, {self.kv_dtype}"),
-            ("total", self.weights + self.workspace + self.tables + self.kv_cache, f"of {_size(self.available)} available"),
+            *([("draft model", self.draft_model, "weights, workspace, tables and KV cache")] if self.draft_model else []),
+            ("total", self.total, f"of {_size(self.available)} available"),
         ]
         lines = [f"{name:<22}{_size(size):>12}  {note}".rstrip() for name, size, note in rows]
         held = f"one sequence of {self.kv_tokens} tokens; max_model_len is {self.max_model_len}"
@@ -154,8 +161,12 @@ def plan_memory(
     forward: Callable[[Ops], Handle],
     *,
     available: int,
+    draft_model: int = 0,
 ) -> MemoryLedger:
-    """Divide `available` bytes (measured before the weights are touched). ConfigError where the settings cannot be met."""
+    """Divide `available` bytes (measured before the weights are touched), of which a draft model holds `draft_model`.
+
+    ConfigError where the settings cannot be met.
+    """
     groups = layer_groups(spec)
     dtype: KVType = "bf16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     length = min(config.max_model_len or spec.context_length, spec.context_length)
@@ -177,7 +188,7 @@ def plan_memory(
     weight_bytes = _weight_bytes(weights)
     workspace = _workspace_bytes(config, spec, forward, shape)
     tables = length * sum(4 * rope.dim for rope in spec.ropes) + config.max_num_seqs * length * 5
-    left = available - weight_bytes - workspace - tables
+    left = available - weight_bytes - workspace - tables - draft_model
     wanted = config.max_num_seqs * blocks_for(groups, length, max_chunk) + 1
     if config.kv_cache_memory_bytes is not None:
         budget = config.kv_cache_memory_bytes
@@ -208,6 +219,7 @@ def plan_memory(
         max_model_len=fits,
         kv_dtype=dtype,
         kv_tokens=longest_sequence(groups, num_blocks - 1, 1 << 40, max_chunk),
+        draft_model=draft_model,
     )
 
 

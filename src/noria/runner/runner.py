@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from noria.backends.base import Backend, Drawn, Executable, StepInputs
-from noria.core.plan import StepPlan, StepResult
+from noria.core.plan import RowResult, StepPlan, StepResult
+from noria.runner.draft_model import DraftModel, asks_of
 from noria.runner.draws import StepDraws, row_results
 from noria.runner.masks import Fill, MaskThread, step_masks
 from noria.runner.rows import Rows
@@ -30,7 +33,10 @@ class Runner:
     `launch` on, so that the caller can plan the next step meanwhile; the tables change only in `launch`, when no step runs.
     """
 
-    def __init__(self, executable: Executable, backend: Backend, rows: Rows, *, depth: int = 0) -> None:
+    def __init__(
+        self, executable: Executable, backend: Backend, rows: Rows, *, depth: int = 0, draft: DraftModel | None = None
+    ) -> None:
+        self._draft = draft
         self._executable = executable
         self._backend = backend
         self._rows = rows
@@ -45,8 +51,12 @@ class Runner:
         rows = self._rows
         for row in plan.freed_rows:
             rows.free(row)
+            if self._draft is not None:
+                self._draft.free(row)
         for new in plan.new_rows:
             rows.take(new)
+            if self._draft is not None:
+                self._draft.take(new)
         for row, group, blocks in plan.released:
             rows.release(row, group, blocks)
         for row, group, index, block in plan.replaced:
@@ -81,7 +91,19 @@ class Runner:
         drawn, seconds = ticket.work()
         self._masks.finished()
         rows = row_results(ticket.plan, ticket.draws, drawn, self._rows)
-        return StepResult(step=ticket.plan.step, rows=rows, seconds=seconds)
+        rows, draft_seconds = self._drafted(ticket.plan, rows)
+        return StepResult(step=ticket.plan.step, rows=rows, seconds=seconds, draft_seconds=draft_seconds)
+
+    def _drafted(self, plan: StepPlan, results: tuple[RowResult, ...]) -> tuple[tuple[RowResult, ...], float]:
+        """The results with what the draft model says to the rows that ask, and the seconds of a pass of it."""
+        if self._draft is None or not any(planned.draft_tokens for planned in plan.rows):
+            return results, 0.0
+        drafts = self._draft.propose(asks_of(plan, results, self._rows))
+        answers = iter(drafts.tokens)
+        return tuple(
+            msgspec.structs.replace(result, drafts=next(answers)) if planned.draft_tokens else result
+            for planned, result in zip(plan.rows, results, strict=True)
+        ), drafts.pass_seconds
 
     def close(self) -> None:
         """Wait for a running step and free the backend."""
@@ -89,3 +111,5 @@ class Runner:
         if self._thread is not None:
             self._thread.shutdown()
         self._backend.close()
+        if self._draft is not None:
+            self._draft.close()
