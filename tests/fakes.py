@@ -24,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 
 from noria.config import EngineConfig
+from noria.core.asking import DraftFacts
 from noria.core.engine import Engine
 from noria.core.plan import NULL_BLOCK, NewRow, PlanRow, RowResult, StepPlan, StepResult
 from noria.core.prices import Prices
@@ -288,7 +289,7 @@ def make_engine(
     clock: FakeClock | None = None,
     model_tag: bytes = b"model",
     prices: Prices | None = None,
-    draft_cost: float | None = None,
+    draft_model: DraftFacts | None = None,
     **settings: Any,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fake runner (which is late where the engine is asynchronous). `settings` are EngineConfig's."""
@@ -303,7 +304,7 @@ def make_engine(
         model_tag=model_tag,
         runner=runner,
         prices=prices,
-        draft_cost=draft_cost,
+        draft_model=draft_model,
         clock=clock or FakeClock(),
     )
     return engine, runner

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from noria.backends.base import BLOCK_SIZE, Backend
 from noria.config import EngineConfig
+from noria.core.asking import DraftFacts
 from noria.core.engine import Engine
 from noria.core.prices import Prices, guess_prices, keep_prices, load_prices
 from noria.models.spec import ModelSpec, layer_groups
-from noria.runner.build import LoadedModel, build_runner, load_model, model_tag
+from noria.runner.build import LoadedModel, build_runner, draft_rows, load_model, model_tag
 from noria.runner.ledger import MemoryLedger
 from noria.weights.checkpoint import Checkpoint
 from noria.weights.hub import cache_directory
@@ -56,7 +57,7 @@ def build_engine(config: EngineConfig, *, progress: Callable[[str], None] | None
         model_tag=tag,
         runner=runner,
         prices=load_prices(known) or _guess(model),
-        draft_cost=None if model.draft is None else model.draft.ledger.weights / model.ledger.weights,
+        draft_model=_facts(config, model),
         keep_prices=lambda prices: keep_prices(known, prices),
     )
     return BuiltEngine(engine, model.name, model.spec, model.checkpoint, model.ledger, backend, tag)
@@ -67,6 +68,12 @@ def _prices_file(config: EngineConfig, tag: bytes) -> Path:
     kernels = f"{config.threads} {config.cpu_tier}".encode()
     name = hashlib.blake2b(tag + kernels, digest_size=16).hexdigest()
     return cache_directory(config.cache_dir) / "prices" / f"{name}.json"
+
+
+def _facts(config: EngineConfig, model: LoadedModel) -> DraftFacts | None:
+    if model.draft is None:
+        return None
+    return DraftFacts(model.draft.ledger.weights / model.ledger.weights, draft_rows(config))
 
 
 def _guess(model: LoadedModel) -> Prices:

@@ -13,7 +13,7 @@ from simulated import LAPTOP
 
 from fakes import FULL, Asker, ConstantRunner, FakeRunner, Row, make_engine, make_request, run
 from noria.config import EngineConfig
-from noria.core.asking import Asking, Wish
+from noria.core.asking import Asking, DraftFacts, Wish
 from noria.core.costs import CostModel, Work
 from noria.core.model_drafts import ModelDrafts
 from noria.core.prices import Prices
@@ -25,7 +25,7 @@ SMALL = {"method": "draft_model", "model": "small"}
 
 def asking(factor: float, prices: Prices = LAPTOP) -> Asking:
     costs = CostModel(prices)
-    return Asking(VerificationCost(costs), costs, factor)
+    return Asking(VerificationCost(costs), costs, DraftFacts(factor, 4))
 
 
 def decodes(rows: int) -> Work:
@@ -128,7 +128,12 @@ def test_a_model_that_is_right_saves_steps_and_one_that_is_wrong_is_left_alone(r
     runner = Small((FULL,), 257, late=depth > 0)
     runner.right = right
     engine, _ = make_engine(
-        runner=runner, num_blocks=257, async_depth=depth, speculative_config=SMALL, draft_cost=0.01, prices=LAPTOP
+        runner=runner,
+        num_blocks=257,
+        async_depth=depth,
+        speculative_config=SMALL,
+        draft_model=DraftFacts(0.01, 4),
+        prices=LAPTOP,
     )
     request = make_request(20, max_tokens=200)
     assert run(engine, request).of(request).tokens == (7,) * 200
@@ -149,7 +154,9 @@ def test_forks_stops_and_limits_beside_a_draft_model(depth: int) -> None:
 
     runner = FakeRunner((FULL,), 65, late=depth > 0)
     runner.draft_model = guess
-    engine, _ = make_engine((FULL,), 65, runner=runner, async_depth=depth, speculative_config=SMALL, draft_cost=0.1)
+    engine, _ = make_engine(
+        (FULL,), 65, runner=runner, async_depth=depth, speculative_config=SMALL, draft_model=DraftFacts(0.1, 4)
+    )
     Asker(engine, seed=3)
     requests = [make_request(10 + n, max_tokens=12, n=n, temperature=1.0) for n in (1, 3)]
     collector = run(engine, *requests)

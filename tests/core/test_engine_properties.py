@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import noria.kv.cache
 from fakes import FULL, Adversary, Asker, Choice, Collector, FakeClock, Row, alone, make_engine, make_request, window_group
+from noria.core.asking import DraftFacts
 from noria.core.sequence import Sequence
 from noria.kv.keys import block_key
 from noria.models.spec import LayerGroup
@@ -41,7 +42,7 @@ SPECULATION: dict[str, Any] = {
     "both": {"speculative_config": {"method": ["ngram", "suffix"], "num_speculative_tokens": 5}},
     "draft model": {
         "speculative_config": {"method": ["ngram", "draft_model"], "model": "small", "num_speculative_tokens": 5},
-        "draft_cost": 0.1,
+        "draft_model": DraftFacts(0.1, 4),
     },
     "right": {},
     "wrong": {},

@@ -150,7 +150,7 @@ def test_it_is_in_the_ledger(folder: Path) -> None:
 def test_another_vocabulary_and_a_model_that_is_not_there_are_refused(folder: Path, tmp_path: Path) -> None:
     """Red when drafts are ids of another tokenizer, or the fault shows only with the first request."""
     tiny.llama(vocab_size=300).save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match="300 tokens.* 259.*same vocabulary"):
+    with pytest.raises(ConfigError, match=r"300 tokens.* 259.*same vocabulary"):
         build_engine(config(folder, tmp_path / "other"))
     with pytest.raises(LoadError, match="no such file"):
         build_engine(config(folder, tmp_path / "nowhere"))

@@ -32,6 +32,13 @@ _TRIALS = 0.01  # share of the time
 _TRIAL_DRAFTS = 2
 
 
+class DraftFacts(NamedTuple):
+    """What the engine has to know of its runner's draft model."""
+
+    cost: float  # a first guess of what a pass costs, in steps of the target
+    rows: int  # that it can follow at once
+
+
 class Wish(NamedTuple):
     """A row that could ask."""
 
@@ -43,11 +50,11 @@ class Wish(NamedTuple):
 class Asking:
     """Decides for one engine. Reads no clock."""
 
-    def __init__(self, cost: VerificationCost, costs: CostModel, factor: float) -> None:
-        """`factor`: a first guess of what a pass costs, in steps of the target."""
+    def __init__(self, cost: VerificationCost, costs: CostModel, facts: DraftFacts) -> None:
+        self.most_rows = facts.rows
         self._cost = cost
         self._costs = costs
-        self._factor = log(factor)
+        self._factor = log(facts.cost)
         self._seen = 0
         self._saved = 0.0  # seconds of steps that asked for nothing, since the last trial
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from noria.config import EngineConfig
+from noria.core.asking import DraftFacts
 from noria.core.audit import audit, dump
 from noria.core.constraint import Constraint, Constraints, fill_masks, is_constrained
 from noria.core.costs import CostModel, Work
@@ -100,13 +101,13 @@ class Engine:
         model_tag: bytes,
         runner: Runner,
         prices: Prices | None = None,
-        draft_cost: float | None = None,
+        draft_model: DraftFacts | None = None,
         keep_prices: Callable[[Prices], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` counts the null block; `model_tag` names all that determines KV bits besides tokens and salt;
         `prices` are what is known of the machine's speed, and at the end `keep_prices` gets what was learned about it;
-        `draft_cost` is a guess of what a pass of the runner's draft model costs, in steps of the target; None: it has none.
+        `draft_model` tells of the runner's; None: it has none.
 
         `self.max_model_len` is the longest prompt + output that is served: at most `max_model_len`, and no more than
         one sequence alone can hold in the pool. NoriaError if not even one block of tokens fits.
@@ -126,7 +127,7 @@ class Engine:
                 f"{num_blocks - 1} KV blocks hold no sequence: raise --kv-cache-memory-bytes or lower --max-num-batched-tokens"
             )
         costs = CostModel(prices)
-        self.speculator = Speculator(config.speculative_config, costs, draft_cost)
+        self.speculator = Speculator(config.speculative_config, costs, draft_model)
         self.queue = WaitingQueue(config.scheduling_policy, config.max_num_queued_reqs)
         self.scheduler = Scheduler(
             self.cache,

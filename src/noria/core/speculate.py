@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from noria.config import SpeculativeConfig
-from noria.core.asking import Asking, Wish
+from noria.core.asking import Asking, DraftFacts, Wish
 from noria.core.bargain import Bargain, Proposal
 from noria.core.costs import CostModel, Work
 from noria.core.drafter import Drafter, Tally
@@ -38,16 +38,19 @@ _LONGEST_AFTER_WAITING = 63  # the same where a sequence has left out a step for
 class Speculator:
     """Proposes drafts for the sequences of one engine. `config` None: only from predictions and grammars."""
 
-    def __init__(self, config: SpeculativeConfig | None, costs: CostModel, draft_cost: float | None = None) -> None:
-        """`draft_cost`: what a pass of the runner's draft model may cost, in steps of the target; None: it has none.
+    def __init__(self, config: SpeculativeConfig | None, costs: CostModel, draft_model: DraftFacts | None = None) -> None:
+        """`draft_model`: what the runner has of that kind; None: nothing.
 
         ConfigError for a method that this engine has not.
         """
         self._methods = () if config is None else config.methods
-        if ("draft_model" in self._methods) != (draft_cost is not None):
+        if ("draft_model" in self._methods) != (draft_model is not None):
             raise ConfigError("the runner has a draft model if, and only if, the method draft_model is asked for")
         self.cost = VerificationCost(costs)
-        self._asking = None if draft_cost is None else Asking(self.cost, costs, draft_cost)
+        self._asking = None if draft_model is None else Asking(self.cost, costs, draft_model)
+        self._asked_rest = self._asking_rests = (
+            0  # steps let pass behind one in which nothing was asked, and those still to come
+        )
         self._heard = False  # whether the draft model has said something since drafts were chosen last
         self.drafts = 0  # rows that had some
         self.draft_tokens = 0
@@ -151,7 +154,8 @@ class Speculator:
         `decodes`: what that step will compute without them.
         """
         asking, places, wishes = self._asking, [], []
-        if asking is None:
+        if asking is None or not 0 < len(rows) <= asking.most_rows or self._asking_rests:
+            self._asking_rests = max(0, self._asking_rests - 1)
             return [0] * len(rows)
         for place, (sequence, most) in enumerate(rows):
             drafter = self.drafter(sequence)
@@ -161,6 +165,8 @@ class Speculator:
                 places.append(place)
                 wishes.append(Wish(runs, known - drafter.model.followed, sequence.limit - known))
         count = asking.drafts(decodes, wishes)
+        self._asked_rest = 0 if count else min(2 * self._asked_rest + 1, _LONGEST_REST)
+        self._asking_rests = self._asked_rest
         return [min(count, most) if place in places else 0 for place, (_, most) in enumerate(rows)]
 
     def receive(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:

@@ -96,7 +96,7 @@ def load_draft_model(config: EngineConfig, target: ModelSpec, report: Report) ->
         speculative_config=None,
         quantization=None,
         max_model_len=None,
-        max_num_seqs=min(DRAFT_ROWS, config.max_num_seqs),
+        max_num_seqs=draft_rows(config),
         long_prefill_token_threshold=0,
         async_depth=0,
         kv_cache_memory_bytes=None,
@@ -105,8 +105,8 @@ def load_draft_model(config: EngineConfig, target: ModelSpec, report: Report) ->
     spec = model.spec
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"--speculative-config: the vocabulary of {model.name} has {spec.vocab_size} tokens, and that of the model which it "
-            f"drafts for {target.vocab_size}: a draft model needs the same vocabulary"
+            f"--speculative-config: the vocabulary of {model.name} has {spec.vocab_size} tokens, and that of {config.model} "
+            f"{target.vocab_size}: a draft model needs the same vocabulary"
         )
     length = min(spec.context_length, config.max_model_len or target.context_length, target.context_length)
     blocks = own.max_num_seqs * len(layer_groups(spec)) * -(-length // BLOCK_SIZE) + 1
@@ -139,9 +139,14 @@ def build_runner(config: EngineConfig, model: LoadedModel) -> tuple[Runner, Back
     return Runner(executable, backend, step_tables(config, model), depth=config.async_depth, draft=draft), backend
 
 
+def draft_rows(config: EngineConfig) -> int:
+    """How many rows a draft model follows at once."""
+    return min(DRAFT_ROWS, config.max_num_seqs)
+
+
 def build_draft_model(config: EngineConfig, model: LoadedModel) -> DraftModel:
     """The draft model with a backend and a cache of its own."""
-    own = msgspec.structs.replace(config, max_num_seqs=min(DRAFT_ROWS, config.max_num_seqs))
+    own = msgspec.structs.replace(config, max_num_seqs=draft_rows(config))
     executable, backend = build_executable(own, model)
     return DraftModel(executable, backend, step_tables(own, model), max_tokens=own.max_num_batched_tokens)
 
