@@ -18,7 +18,7 @@ import pytest
 from weights_helpers import QUANTISED, gguf_tensors, llama_params, llama_tensors, random_raw, write_folder, write_gguf
 
 from noria.types import LoadError
-from noria.weights import packed as packed_module
+from noria.weights import packed_store, packing
 from noria.weights.checkpoint import Checkpoint, open_checkpoint
 from noria.weights.formats import LinearWeight, VectorWeight, Weight
 from noria.weights.pack import unpack
@@ -270,7 +270,7 @@ def refuse_to_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("packed again")
 
-    monkeypatch.setattr(packed_module, "_filled", fail)
+    monkeypatch.setattr(packing, "_filled", fail)
 
 
 def test_the_second_start_maps_what_the_first_packed(
@@ -406,7 +406,7 @@ def test_the_cache_is_bounded_and_what_is_in_use_stays(tmp_path: Path, cache: Pa
     (cache / "packed" / "dead.1.tmp").write_bytes(b"of a packer that was killed")
     (cache / "packed" / "live.1.tmp").write_bytes(b"of one that has only begun")
     os.utime(cache / "packed" / "dead.1.tmp", (1, 1))
-    monkeypatch.setattr(packed_module, "MAX_CACHE_BYTES", sum(p.stat().st_size for p in packed_files(cache)))
+    monkeypatch.setattr(packed_store, "MAX_CACHE_BYTES", sum(p.stat().st_size for p in packed_files(cache)))
     load_parameters(checkpoints[3], llama_params(), None, cache)
     assert {p.stem for p in packed_files(cache)} == {stems[0], stems[3]}  # the oldest is mapped; the next two made room
     assert [p.name for p in (cache / "packed").glob("*.tmp")] == ["live.1.tmp"]
@@ -449,7 +449,6 @@ from weights_helpers import llama_params
 from noria.weights.checkpoint import open_checkpoint
 from noria.weights.packed import load_parameters
 from noria.weights.pack import unpack
-import noria.weights.packed as packed
 calls = 0
 def progress(done, total):
     global calls
