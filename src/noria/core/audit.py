@@ -90,7 +90,7 @@ def _check_membership(scheduler: Scheduler) -> Iterator[str]:
         if not waits or sequence.kv.held or sequence.kv.row >= 0 or sequence.computed:
             yield f"{sequence} waits, but holds something"
     holders = set(_holders(scheduler))
-    if not scheduler.fresh.keys() <= scheduler.running.keys():
+    if not scheduler.writer.fresh.keys() <= scheduler.running.keys():
         yield "a sequence that does not run is to be announced to the runner"
     if not scheduler.cache.dirty.keys() <= {sequence.kv for sequence in holders}:
         yield "a table that nobody holds has edits"

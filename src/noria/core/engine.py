@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
@@ -16,19 +15,20 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
-
 from noria.config import EngineConfig
 from noria.core.asking import DraftFacts
 from noria.core.audit import audit, dump
+from noria.core.commit import Committer
 from noria.core.constraint import Constraint, Constraints, fill_masks, is_constrained
-from noria.core.costs import CostModel, Work
-from noria.core.plan import RowResult, StepPlan, StepResult
+from noria.core.costs import CostModel
+from noria.core.plan import StepPlan, StepResult
 from noria.core.prices import Prices
 from noria.core.queue import WaitingQueue
-from noria.core.scheduler import Entry, Scheduler, Step, bind
+from noria.core.requests import OpenRequests, RequestRecord
+from noria.core.scheduler import Scheduler
 from noria.core.sequence import Sequence, State
 from noria.core.speculate import Speculator
+from noria.core.step import Step, bind
 from noria.kv.cache import KVCache
 from noria.models.spec import LayerGroup
 from noria.types import (
@@ -36,10 +36,8 @@ from noria.types import (
     EngineStats,
     FinishReason,
     NoriaError,
-    Phase,
     RequestError,
     SequenceOutput,
-    TokenLogprobs,
 )
 
 _ENOUGH_STEPS = 100  # that have taught something worth keeping
@@ -75,17 +73,6 @@ class EngineDead(NoriaError):
         super().__init__(f"the engine stopped: {cause}")
         self.outputs = outputs
         self.dump = dump
-
-
-class RequestRecord:
-    """A request with open choices. A choice that is not drawn yet has no sequence of its own: choice 0 stands for it."""
-
-    __slots__ = ("open", "request", "sequences")
-
-    def __init__(self, request: EngineRequest, first: Sequence) -> None:
-        self.request = request
-        self.sequences = {0: first}
-        self.open = set(range(request.params.n))
 
 
 class Engine:
@@ -140,7 +127,8 @@ class Engine:
             itl_target=config.itl_target_ms / 1000,
             speculator=self.speculator,
         )
-        self.records: dict[int, RequestRecord] = {}
+        self.requests = OpenRequests(self.scheduler, self.queue, self.speculator)
+        self._committer = Committer(self.cache, self.scheduler, self.queue, self.speculator, self.requests)
         self.constraints: Constraints | None = None  # the shell's; without it constrained requests are refused
         self.draining = False
         self._depth = config.async_depth
@@ -149,13 +137,10 @@ class Engine:
         self._keep_prices = keep_prices
         self._clock = clock
         self._flight: tuple[Step, Any] | None = None  # the step in flight and its ticket
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id); ended requests stay until then
         self._compiling: dict[Sequence, Future[Constraint]] = {}  # sequences in WAITING_GRAMMAR
         self._outputs: list[SequenceOutput] = []  # of the step that is being made
         self._dead: str | None = None
-        self._steps = self._step_tokens = self._prompt_tokens = self._generated_tokens = 0
-        self._finished: dict[str, int] = {}
-        self._iterations = [0] * 17  # steps by their tokens: at most 1, 2, 4, ... 65536
+        self._steps = 0
 
     # What a shell calls
 
@@ -182,7 +167,6 @@ class Engine:
             max_len=self.max_model_len,
             start=start,
         )
-        self.records[request.request_id] = RequestRecord(request, sequence)
         self.queue.push(sequence)
         if constraint is not None:
             sequence.wait_for_grammar(now)
@@ -190,8 +174,7 @@ class Engine:
         deadlines = [] if request.deadline is None else [request.deadline]
         if self._timeout is not None:
             deadlines.append(start + self._timeout)
-        if deadlines:
-            heapq.heappush(self._deadlines, (min(deadlines), request.request_id))
+        self.requests.add(request, sequence, min(deadlines, default=None))
 
     def abort(self, request_id: int, index: int | None = None) -> list[SequenceOutput]:
         """End a request now, or one choice of it, whatever it is doing: the last outputs of the choices that this ended.
@@ -202,7 +185,7 @@ class Engine:
             record = self.records.get(request_id)
             if record is None or index not in record.open or index not in record.sequences:
                 return []
-        return self._end(request_id, FinishReason.ABORT, self._clock(), index)
+        return self.requests.end(request_id, FinishReason.ABORT, self._clock(), index)
 
     def step(self) -> list[SequenceOutput]:
         """Plan, run and commit one step: what it made. EngineDead if the runner fails."""
@@ -219,6 +202,11 @@ class Engine:
         return outputs
 
     @property
+    def records(self) -> dict[int, RequestRecord]:
+        """The open requests by id."""
+        return self.requests.records
+
+    @property
     def has_work(self) -> bool:
         """Whether requests are open or a step is in flight."""
         return bool(self.records) or self._flight is not None
@@ -232,17 +220,17 @@ class Engine:
             kv_usage=pool.referenced / pool.size,
             kv_blocks=pool.size,
             steps=self._steps,
-            step_tokens=self._step_tokens,
-            iterations=tuple(self._iterations),
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            step_tokens=self._committer.step_tokens,
+            iterations=tuple(self._committer.iterations),
+            prompt_tokens=self._committer.prompt_tokens,
+            generated_tokens=self._committer.generated_tokens,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
             spec_drafts=self.speculator.drafts,
             spec_draft_tokens=self.speculator.draft_tokens,
             spec_accepted_tokens=self.speculator.accepted_tokens,
-            finished=dict(self._finished),
+            finished=dict(self.requests.finished),
         )
 
     def drain(self) -> None:
@@ -268,7 +256,7 @@ class Engine:
 
     def _step_in_turn(self) -> None:
         now = self._clock()
-        self._expire(now)
+        self._outputs += self.requests.expire(now)
         self._take_constraints(now)
         step = self.scheduler.schedule(now)
         if step is not None:
@@ -281,7 +269,7 @@ class Engine:
 
     def _step_overlapped(self) -> None:
         now = self._clock()
-        self._expire(now)
+        self._outputs += self.requests.expire(now)
         self._take_constraints(now)
         flight, step = self._flight, self.scheduler.schedule(now)
         self._flight = None
@@ -296,6 +284,9 @@ class Engine:
             self._commit(flight[0], result)
         if step is not None:
             self._mask(step, plan)  # after the commit, which tells the constraints what was drawn
+
+    def _commit(self, step: Step, result: StepResult) -> None:
+        self._committer.commit(step, result, self._clock(), self._outputs)
 
     # Constraints
 
@@ -319,7 +310,7 @@ class Engine:
                 if error is None:
                     sequence.grammar_ready(future.result(), now)
                 elif isinstance(error, RequestError):
-                    self._outputs += self._end(sequence.request.request_id, FinishReason.ERROR, now, error=str(error))
+                    self._outputs += self.requests.end(sequence.request.request_id, FinishReason.ERROR, now, error=str(error))
                 else:
                     raise error
 
@@ -340,215 +331,6 @@ class Engine:
                 )
         if parts:
             self._runner.mask(partial(fill_masks, parts))
-
-    # Results
-
-    def _commit(self, step: Step, result: StepResult) -> None:
-        """Take in what a step computed and sampled. Samples of a sequence that has ended meanwhile are dropped."""
-        if result.step != step.plan.step:
-            raise RuntimeError(f"the runner answered step {result.step} when asked for step {step.plan.step}")
-        now = self._clock()
-        scheduler, commit, outputs = self.scheduler, self.cache.commit, self._outputs
-        self.speculator.cost.learn(step.work, result.seconds)
-        scheduler.costs.learn(step.work, result.seconds)
-        if result.draft_seconds:
-            self._learn_pass(step, result.draft_seconds)
-        self._step_tokens += step.work.tokens
-        self._iterations[(step.work.tokens - 1).bit_length()] += 1
-        for entry, row in zip(step.entries, result.rows, strict=True):
-            sequence = entry.sequence
-            sequence.in_flight -= entry.count
-            sequence.computed = entry.end
-            sequence.pending -= entry.samples
-            if entry.samples > 1:
-                self._verify(entry, row)
-            elif entry.end >= sequence.kv.due:
-                commit(sequence.kv, sequence.tokens, entry.end)
-            if row.prompt_logprobs:
-                sequence.prompt_logprobs += row.prompt_logprobs
-                sequence.unscored = len(sequence.prompt_logprobs) < sequence.prompt_length - 1
-            if sequence.state is not State.FINISHED:
-                if entry.streams:
-                    self._draw_choices(entry, row, now)
-                elif entry.samples > 1:
-                    outputs.append(self._accept_run(sequence, row, now))
-                elif entry.samples:
-                    outputs.append(self._accept(sequence, row.tokens[0], row.logprobs, now))
-                elif entry.end == sequence.limit:  # max_tokens is 0: a prompt to be scored, not continued
-                    self._finish_scored(sequence, row.embedding, now)
-            if entry.asks:
-                sequence.asked = False
-                if sequence.state is State.RUNNING:
-                    self.speculator.receive(sequence, row.drafts)
-            if sequence.state is not State.RUNNING:
-                scheduler.settle(sequence)
-
-    def _learn_pass(self, step: Step, seconds: float) -> None:
-        ends = [entry.end for entry in step.entries if entry.asks]
-        self.speculator.learn_pass(Work(len(ends), sum(ends), sum(ends), len(ends)), seconds)
-
-    def _verify(self, entry: Entry, row: RowResult) -> None:
-        """Commit the KV of accepted drafts; that of the others lies beyond what is computed, and will be written again."""
-        sequence, accepted = entry.sequence, len(row.tokens) - 1
-        self.speculator.verified(entry.samples - 1, accepted)
-        sequence.computed -= entry.samples - 1 - accepted
-        sequence.sent += accepted
-        if sequence.computed >= sequence.kv.due:
-            self.cache.commit(sequence.kv, [*sequence.tokens, *row.tokens[:accepted]], sequence.computed)
-
-    def _accept_run(self, sequence: Sequence, row: RowResult, now: float) -> SequenceOutput:
-        """Accepted drafts and the token behind them, one after the other, until one of them ends the choice."""
-        made = []
-        for place, token in enumerate(row.tokens):
-            made.append(self._accept(sequence, token, row.logprobs[place : place + 1], now))
-            if sequence.state is State.FINISHED:
-                break
-        return msgspec.structs.replace(
-            made[-1],
-            tokens=tuple([token for output in made for token in output.tokens]),
-            logprobs=tuple([entry for output in made for entry in output.logprobs]),
-            prompt_logprobs=made[0].prompt_logprobs,
-        )
-
-    def _accept(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...], now: float) -> SequenceOutput:
-        """One more token of a choice, and its end if that is it."""
-        tokens = sequence.tokens
-        first = len(tokens) == sequence.prompt_length
-        tokens.append(token)
-        self._generated_tokens += 1
-        if self.queue.fair:
-            self.queue.charge_output(sequence, 1)
-        if sequence.phase is Phase.PREFILL:
-            sequence.stamp(Phase.DECODE, now)
-        prompt_logprobs = None
-        if first and sequence.index == 0:
-            self._prompt_tokens += sequence.prompt_length
-            prompt_logprobs = _scores(sequence)
-        output_tokens = len(tokens) - sequence.prompt_length
-        request = sequence.request
-        stopped = token in request.stop_ids and output_tokens > sequence.params.min_tokens
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH if len(tokens) >= sequence.limit else None
-        constraint = sequence.constraint
-        if constraint is not None:
-            if not stopped:
-                constraint.accept(token)
-            reason = FinishReason.ERROR if constraint.failure else FinishReason.STOP if constraint.ended else reason
-        if reason is not None:
-            self.scheduler.growth.finished(output_tokens)
-            return self._finish(
-                sequence,
-                reason,
-                now,
-                tokens=(token,),
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                stop_token=token if stopped else None,
-                error=None if constraint is None else constraint.failure,
-            )
-        return SequenceOutput(
-            request_id=request.request_id,
-            index=sequence.index,
-            tokens=(token,),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _draw_choices(self, entry: Entry, row: RowResult, now: float) -> None:
-        """The first tokens of all choices. Those that go on are forked before choice 0 might end and free its blocks."""
-        parent = entry.sequence
-        record = self.records[parent.request.request_id]
-        forks = []
-        for place, index in enumerate(entry.streams, 1):
-            child = parent.choice(index, self.cache.table(parent.request.cache_salt))
-            record.sequences[index] = child
-            forks.append(self._accept(child, row.tokens[place], row.logprobs[place : place + 1], now))
-            if child.state is not State.FINISHED:
-                self.scheduler.fork(parent, child, now)
-        self._outputs.append(self._accept(parent, row.tokens[0], row.logprobs[:1], now))
-        self._outputs += forks
-
-    # Ends
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
-        stop_token: int | None = None,
-        error: str | None = None,
-    ) -> SequenceOutput:
-        """End a choice that has a sequence: its terminal output."""
-        self.scheduler.finish(sequence, now)
-        record = self.records[sequence.request.request_id]
-        self._close_choice(record, sequence.index, reason, now)
-        return SequenceOutput(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token=stop_token,
-            error=error,
-            cached_tokens=max(sequence.cached_tokens, 0),
-            cache_miss=sequence.cache_miss,
-            phases=tuple(sequence.parts),
-            preemptions=sequence.preemptions,
-            predicted_tokens=self.speculator.foreseen(sequence),
-        )
-
-    def _finish_scored(self, sequence: Sequence, embedding: bytes, now: float) -> None:
-        """End all choices of a request with max_tokens 0: they differ in nothing."""
-        self._prompt_tokens += sequence.prompt_length
-        first, *others = self._end(sequence.request.request_id, FinishReason.LENGTH, now)
-        first = msgspec.structs.replace(first, prompt_logprobs=_scores(sequence), embedding=embedding)
-        self._outputs += [first, *others]
-
-    def _end(
-        self, request_id: int, reason: FinishReason, now: float, only: int | None = None, *, error: str | None = None
-    ) -> list[SequenceOutput]:
-        """End all open choices of a request, or only one: their terminal outputs."""
-        record = self.records.get(request_id)
-        if record is None:
-            return []
-        outputs = []
-        for index in sorted(record.open) if only is None else (only,):
-            sequence = record.sequences.get(index, record.sequences[0])
-            if sequence.state is not State.FINISHED:
-                self.scheduler.finish(sequence, now)
-            self._close_choice(record, index, reason, now)
-            outputs.append(
-                SequenceOutput(
-                    request_id=request_id,
-                    index=index,
-                    finish_reason=reason,
-                    error=error,
-                    cached_tokens=max(sequence.cached_tokens, 0),
-                    cache_miss=sequence.cache_miss,
-                    phases=tuple(sequence.parts),
-                    preemptions=sequence.preemptions,
-                    predicted_tokens=self.speculator.foreseen(sequence) if sequence.index == index else 0,
-                )
-            )
-        return outputs
-
-    def _close_choice(self, record: RequestRecord, index: int, reason: FinishReason, now: float) -> None:
-        """Count off a choice; with the last one the request is over."""
-        record.open.remove(index)
-        if not record.open:
-            del self.records[record.request.request_id]
-            self._finished[reason.value] = self._finished.get(reason.value, 0) + 1
-            self.queue.finished(now)
-
-    def _expire(self, now: float) -> None:
-        """End the requests whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            self._outputs += self._end(request_id, FinishReason.TIMEOUT, now)
 
     def _check_prompt(self, request: EngineRequest) -> None:
         length, most = len(request.prompt), self.max_model_len
@@ -574,8 +356,3 @@ class Engine:
         self.records.clear()
         self._flight = None
         return EngineDead(self._dead, self._outputs + ended, dump(self.scheduler))
-
-
-def _scores(sequence: Sequence) -> tuple[TokenLogprobs, ...] | None:
-    """The logprobs of prompt[1:], if they were asked for."""
-    return None if sequence.params.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
