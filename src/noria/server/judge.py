@@ -1,7 +1,8 @@
 """The judge: whether a grammar may be used, found out in a process that can be killed (see `noria.server.judge_process`).
 
 A verdict takes milliseconds, and is kept by content. Compiling that takes longer than `VERDICT_S` is ended with the process,
-and the request that asked for it is refused. The process is started by the first question, and again after its end.
+and the request that asked for it is refused. The process is started by the first question, and ended where none has come for a
+while: it holds some 40 MB, and most servers see few different grammars.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from noria.types import NoriaError, RequestError, StructuredOutput
 
 VERDICT_S = 1.3  # of wall time, at low priority; a large schema takes 0.1
 START_S = 60.0  # until the process has built its tables: less than 2 on a quiet machine
+IDLE_S = 60.0  # without a question, after which the process is ended; the next one waits a third of a second for another
 KEPT_VERDICTS = 1024
 STDERR = 2
 
@@ -33,8 +35,10 @@ STDERR = 2
 class Judge:
     """Verdicts on grammars for one vocabulary. Thread-safe; one grammar is judged at a time."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary], *, idle_s: float = IDLE_S) -> None:
         """`vocabulary` is called once, when it is first needed."""
+        self._idle_s = idle_s
+        self._idle: threading.Timer | None = None  # that ends the process
         self._make = vocabulary
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[StructuredOutput, Verdict] = OrderedDict()
@@ -58,6 +62,7 @@ class Judge:
             verdict = self._kept.get(output)
             if verdict is None:
                 verdict = self._kept[output] = self._ask(output)
+                self._await_idleness()
                 while len(self._kept) > KEPT_VERDICTS:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(output)
@@ -79,6 +84,8 @@ class Judge:
     def close(self) -> None:
         """End the process, also in the middle of a question."""
         self._closed = True
+        if self._idle is not None:
+            self._idle.cancel()
         process = self._process
         if process is not None:
             process.kill()
@@ -104,6 +111,18 @@ class Judge:
         threading.Thread(target=self._restart, name="noria-judge-start", daemon=True).start()  # ready before the next question
         error = refusal(output, reason)
         return Verdict(str(error), error.param, error.code)
+
+    def _await_idleness(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = idle = threading.Timer(self._idle_s, lambda: self._end_if_idle(idle))
+        idle.daemon = True
+        idle.start()
+
+    def _end_if_idle(self, idle: threading.Timer) -> None:
+        with self._lock:
+            if self._idle is idle:  # else a question came while this one was waiting for the lock
+                self._end()
 
     def _restart(self) -> None:
         with self._lock, contextlib.suppress(NoriaError):

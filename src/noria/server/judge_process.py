@@ -18,6 +18,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from noria.server.settle import settle
 from noria.text.grammar import Compiler, Vocabulary, refusal
 from noria.types import RequestError, StructuredOutput
 
@@ -45,6 +46,7 @@ def main() -> None:
         return
     compiler = Compiler(vocabulary)
     _limit_memory()
+    settle()
     os.nice(NICENESS)  # from here on: the tables are ours to build, the grammars are strangers'
     sys.stdout.buffer.write(LENGTH.pack(0))
     sys.stdout.buffer.flush()
