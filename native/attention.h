@@ -5,10 +5,10 @@
 //   keys         0 ........ 255 | 256 ....... 511 | 512 ...      splits of 256 absolute positions, in ascending order
 //                     ^ start                          ^ p
 //
-//   score        dims ascending in pairs (f32: one by one), then * scale, then the soft cap
-//   split        m_s = max of its visible scores; e = exp(score - m_s); lane (key mod 16) adds its e in ascending order, l_s =
+//   score        dims ascending in pairs (f32: one by one), then * (scale * log2 e); with a soft cap * scale, the cap, * log2 e
+//   split        m_s = max of its visible scores; e = 2^(score - m_s); lane (key mod 16) adds its e in ascending order, l_s =
 //                sum_lanes; acc_s = visible key pairs ascending (f32: keys), e rounded to the type of the cache
-//   merge        m' = max(m, m_s); acc = fma(acc, exp(m - m'), acc_s * exp(m_s - m')), and l in the same way; out = acc / l
+//   merge        m' = max(m, m_s); acc = fma(acc, 2^(m - m'), acc_s * 2^(m_s - m')), and l in the same way; out = acc / l
 //
 // An int8 cache holds K and V as codes with one scale for each token and head. The query becomes codes in the same way, and scores are
 // exact integer dot products: score = dot * (scale_k * scale_q). For the values, w = e * scale_v, W = the largest w of the split, each w is
@@ -334,12 +334,15 @@ class AttentionTile {
 
   void visit(int32_t split, Visitors visitors) {
     attend_split(split, visitors);
-    for (int q = visitors.first; q < visitors.last; ++q)
-      for (int v = q * group_; v < (q + 1) * group_; ++v)
-        if (work_.partials < 0)
-          merge(v, split == first_split_of(q), s_.split_acc + v * dim_, s_.split_max[v], s_.split_sum[v]);
-        else
-          save_partial(v, split);
+    for (int q = visitors.first, end; q < visitors.last; q = end) {
+      const bool first = split == first_split_of(q);
+      for (end = q + 1; end < visitors.last && (split == first_split_of(end)) == first;) ++end;
+      const int v = q * group_, vectors = (end - q) * group_;
+      if (work_.partials >= 0)
+        for (int i = v; i < v + vectors; ++i) save_partial(i, split);
+      else
+        merge(v, vectors, first, s_.split_acc + v * dim_, dim_, s_.split_max + v, s_.split_sum + v);
+    }
   }
 
   void pack_queries() {
@@ -382,7 +385,9 @@ class AttentionTile {
     });
     for (int q = visitors.first; q < visitors.last; ++q) {
       const KeyRange keys = keys_of(q, split);
-      for (int v = q * group_; v < (q + 1) * group_; ++v) soften(v, keys.first - split * kSplitKeys, keys.last - split * kSplitKeys);
+      const int first = keys.first - split * kSplitKeys, last = keys.last - split * kSplitKeys;
+      for (int v = q * group_; v < (q + 1) * group_; ++v) scale_scores(v, first, last);  // all maxima first: each is a long way
+      for (int v = q * group_; v < (q + 1) * group_; ++v) soften(v, first, last);
     }
     std::memset(s_.split_acc + vector * dim_, 0, static_cast<size_t>(vectors * dim_) * sizeof(float));
     add_values(split, visitors);
@@ -392,33 +397,43 @@ class AttentionTile {
           store(acc, to_float(C::load_sum(acc)) * set1(s_.weight_scales[v]));
   }
 
-  // Scores to weights for the keys [first, last] of the split: s_.weights, split_max, split_sum.
-  void soften(int v, int first, int last) {
+  // The lanes of block b that are keys of [first, last].
+  static m16 visible(int b, int first, int last) {
+    const unsigned from = b == first / kBlockSize ? 0xffffu << first % kBlockSize : 0xffffu;
+    const unsigned to = b == last / kBlockSize ? 0xffffu >> (kBlockSize - 1 - last % kBlockSize) : 0xffffu;
+    return mask_bits(static_cast<uint16_t>(from & to));
+  }
+
+  // Dot products to scores for the keys [first, last] of the split, and their maximum: s_.scores, split_max. Invisible lanes of the
+  // first and last block become -infinity.
+  void scale_scores(int v, int first, int last) {
     float* const scores = s_.scores + v * kSplitKeys;
-    uint8_t* const weights = s_.weights + v * kSplitKeys * C::kWeightBytes;
     const int first_block = first / kBlockSize, last_block = last / kBlockSize;
-    const auto visible = [&](int b) {  // in the range's first and last block some lanes are not
-      const unsigned from = b == first_block ? 0xffffu << first % kBlockSize : 0xffffu;
-      const unsigned to = b == last_block ? 0xffffu >> (kBlockSize - 1 - last % kBlockSize) : 0xffffu;
-      return mask_bits(static_cast<uint16_t>(from & to));
-    };
+    if (args_.softcap > 0.0f)
+      for (int b = first_block; b <= last_block; ++b)
+        store(scores + b * 16, soft_capped(load(scores + b * 16) * set1(args_.scale), args_.softcap) * set1(kLog2E));
+    const vf16 factor = set1(args_.softcap > 0.0f ? 1.0f : args_.scale * kLog2E);
     vf16 highest = set1(-kInfinity);
-    const auto scaled = [&](int b) {
-      const vf16 score = load(scores + b * 16) * set1(args_.scale);
-      return args_.softcap > 0.0f ? soft_capped(score, args_.softcap) : score;
-    };
     const auto keep = [&](int b, vf16 score) {
       store(scores + b * 16, score);
       highest = NORIA_TIER::max(score, highest);  // a NaN is passed over here and arrives by its exponential
     };
-    keep(first_block, select(visible(first_block), scaled(first_block), set1(-kInfinity)));
+    const auto scaled = [&](int b) { return load(scores + b * 16) * factor; };
+    const auto keep_visible = [&](int b) { keep(b, select(visible(b, first, last), scaled(b), set1(-kInfinity))); };
+    keep_visible(first_block);
     for (int b = first_block + 1; b < last_block; ++b) keep(b, scaled(b));
-    if (last_block > first_block) keep(last_block, select(visible(last_block), scaled(last_block), set1(-kInfinity)));
+    if (last_block > first_block) keep_visible(last_block);
     s_.split_max[v] = max_lanes(highest);
+  }
 
+  // Scores to weights: s_.weights, split_sum.
+  void soften(int v, int first, int last) {
+    float* const scores = s_.scores + v * kSplitKeys;
+    uint8_t* const weights = s_.weights + v * kSplitKeys * C::kWeightBytes;
+    const int first_block = first / kBlockSize, last_block = last / kBlockSize;
     const vf16 most = set1(s_.split_max[v]);
     vf16 sum = zero();
-    const auto exponential = [&](int b) { return exp_not_positive(load(scores + b * 16) - most); };
+    const auto exponential = [&](int b) { return exp2_not_positive(load(scores + b * 16) - most); };
     const auto add = [&](int b, vf16 value) {
       if constexpr (C::kScales)
         store(scores + b * 16, value);
@@ -426,14 +441,15 @@ class AttentionTile {
         C::put(weights + b * 16 * C::kWeightBytes, value);
       sum = sum + value;
     };
-    add(first_block, select(visible(first_block), exponential(first_block), zero()));
+    const auto add_visible = [&](int b) { add(b, select(visible(b, first, last), exponential(b), zero())); };
+    add_visible(first_block);
     for (int b = first_block + 1; b < last_block; ++b) add(b, exponential(b));
-    if (last_block > first_block) add(last_block, select(visible(last_block), exponential(last_block), zero()));
+    if (last_block > first_block) add_visible(last_block);
     s_.split_sum[v] = sum_lanes(sum);
     if constexpr (C::kScales) {
       vf16 most_weight = zero(), broken = zero();
       for (int b = first_block; b <= last_block; ++b) {
-        const vf16 weight = select(visible(b), load(scores + b * 16) * block_scales(rows_[b * kRows], dim_), zero());
+        const vf16 weight = select(visible(b, first, last), load(scores + b * 16) * block_scales(rows_[b * kRows], dim_), zero());
         store(scores + b * 16, weight);
         most_weight = NORIA_TIER::max(weight, most_weight);
         broken = broken + (weight - weight);  // NaN where a value was not finite, else zero
@@ -507,21 +523,33 @@ class AttentionTile {
     });
   }
 
-  void merge(int v, bool first, const float* split_acc, float split_max, float split_sum) {
-    float* const acc = s_.acc + v * dim_;
+  // Merge a split into the vectors [v, v + count): its acc rows `stride` apart, its maxima and sums, of which 16 can be read.
+  void merge(int v, int count, bool first, const float* split_acc, int64_t stride, const float* split_max, const float* split_sum) {
     if (first) {
-      std::memcpy(acc, split_acc, static_cast<size_t>(dim_) * sizeof(float));
-      s_.max[v] = split_max;
-      s_.sum[v] = split_sum;
+      for (int i = 0; i < count; ++i)
+        std::memcpy(s_.acc + (v + i) * dim_, split_acc + i * stride, static_cast<size_t>(dim_) * sizeof(float));
+      std::memcpy(s_.max + v, split_max, static_cast<size_t>(count) * sizeof(float));
+      std::memcpy(s_.sum + v, split_sum, static_cast<size_t>(count) * sizeof(float));
       return;
     }
-    const float most = s_.max[v] > split_max ? s_.max[v] : split_max;
-    const vf16 before = exp_not_positive(set1(s_.max[v] - most)), now = exp_not_positive(set1(split_max - most));
-    for (int64_t d = 0; d < dim_; d += 16) store(acc + d, fma(load(acc + d), before, load(split_acc + d) * now));
-    float lanes[16];
-    store(lanes, fma(set1(s_.sum[v]), before, set1(split_sum) * now));
-    s_.sum[v] = lanes[0];
-    s_.max[v] = most;
+    for (int lane = 0; lane < count; ++lane) {
+      const int at = lane % 16;
+      if (at == 0) merge_sums(v + lane, count - lane, split_max + lane, split_sum + lane);
+      float* const acc = s_.acc + (v + lane) * dim_;
+      const float* const more = split_acc + lane * stride;
+      const vf16 before = set1(before_[at]), now = set1(now_[at]);
+      for (int64_t d = 0; d < dim_; d += 16) store(acc + d, fma(load(acc + d), before, load(more + d) * now));
+    }
+  }
+
+  // Maxima and sums of up to 16 vectors, and what their accumulators are multiplied by.
+  void merge_sums(int v, int count, const float* split_max, const float* split_sum) {
+    const vf16 max = load(s_.max + v), more = load(split_max), most = NORIA_TIER::max(max, more);
+    const vf16 before = exp2_not_positive(max - most), now = exp2_not_positive(more - most);
+    store(before_, before);
+    store(now_, now);
+    store_part(s_.sum + v, fma(load(s_.sum + v), before, load(split_sum) * now), count < 16 ? count : 16);
+    store_part(s_.max + v, most, count < 16 ? count : 16);
   }
 
   float* partial(int v, int32_t split) const {
@@ -547,7 +575,8 @@ class AttentionTile {
       for (int q = visitors.first; q < visitors.last; ++q)
         for (int v = q * group_; v < (q + 1) * group_; ++v) {
           const float* const from = partial(v, split);
-          merge(v, split == first_split_of(q), from, from[dim_], from[dim_ + 1]);
+          const float most[16] = {from[dim_]}, sum[16] = {from[dim_ + 1]};
+          merge(v, 1, split == first_split_of(q), from, dim_, most, sum);
         }
     }
   }
@@ -588,6 +617,7 @@ class AttentionTile {
   static constexpr int kRows = rows_a_block<C>;
   const uint8_t* rows_[kSplitBlocks * kRows];  // value rows of the split at hand
   const uint8_t* keys_ahead_[kSplitBlocks];
+  alignas(64) float before_[16], now_[16];  // of merge_sums
 };
 
 // Tile `tile` of plan.work_count * kv_heads. `next` is the tile that the worker will probably compute then.

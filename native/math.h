@@ -1,28 +1,17 @@
 // Elementary functions over 16 lanes: the same bits on every tier, because they are polynomials of our own in FMA.
 //
-// Polynomials and reductions after Cephes (S. Moshier, single precision). NaN in, NaN out.
+// Polynomials and reductions after Cephes (S. Moshier, single precision), but for 2^x, which is a minimax fit. NaN in, NaN out.
 #pragma once
 #include "simd.h"
 
 namespace noria::NORIA_TIER {
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504f;
 
 inline vf16 absolute(vf16 x) { return bits_to_float(float_to_bits(x) & set1_i32(0x7fffffff)); }
 inline vf16 with_sign_of(vf16 magnitude, vf16 x) {
   return bits_to_float(float_to_bits(magnitude) | (float_to_bits(x) & set1_i32(INT32_MIN)));
-}
-
-// e^(x - n ln 2), for a result near 1.
-inline vf16 exp_reduced(vf16 x, vf16 n) {
-  const vf16 r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
-  vf16 p = set1(1.9875691500e-4f);
-  p = fma(p, r, set1(1.3981999507e-3f));
-  p = fma(p, r, set1(8.3334519073e-3f));
-  p = fma(p, r, set1(4.1665795894e-2f));
-  p = fma(p, r, set1(1.6666665459e-1f));
-  p = fma(p, r, set1(5.0000001201e-1f));
-  return fma(p, r * r, r) + set1(1.0f);
 }
 
 // e^x, about 1 ulp. Below -86.6 the result is +0 (it would be denormal or nearly so), above 88.72 infinity.
@@ -31,18 +20,33 @@ inline vf16 exp_reduced(vf16 x, vf16 n) {
 inline vf16 exp(vf16 x) {
   const vf16 lowest = set1(-86.6f), highest = set1(88.72283f);
   const vf16 bounded = min(highest, max(lowest, x));  // NaN stays NaN: min and max return their second operand
-  const vi16 n = to_int(bounded * set1(1.44269504f));
+  const vi16 n = to_int(bounded * set1(kLog2E));
   const vf16 half_scale = bits_to_float(shift_left<23>(n + set1_i32(126)));
-  const vf16 y = exp_reduced(bounded, to_float(n)) * half_scale * set1(2.0f);
+  const vf16 r = fma(to_float(n), set1(2.12194440e-4f), fma(to_float(n), set1(-0.693359375f), bounded));
+  vf16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  const vf16 y = (fma(p, r * r, r) + set1(1.0f)) * half_scale * set1(2.0f);
   return select(less(x, lowest), zero(), select(less(highest, x), set1(kInfinity), y));
 }
 
-// The same bits as exp for x <= 0 (and NaN), with less work: what softmax needs.
-inline vf16 exp_not_positive(vf16 x) {
-  const vf16 lowest = set1(-86.6f), bounded = max(lowest, x);
-  const vi16 n = to_int(bounded * set1(1.44269504f));
-  const vf16 y = exp_reduced(bounded, to_float(n)) * bits_to_float(shift_left<23>(n + set1_i32(127)));
-  return select(less(x, lowest), zero(), y);
+// 2^x for x <= 0, about 2 ulp: what softmax needs. Below -125 it is 2^-125, which no sum of weights beside a weight of 1 can see.
+//
+//   x = n + r,  |r| <= 1/2,   2^x = 2^n 2^r;   2^r is near 1, so that n is added to its exponent
+inline vf16 exp2_not_positive(vf16 x) {
+  const vf16 bounded = max(set1(-125.0f), x);  // NaN stays NaN
+  const vi16 n = to_int(bounded);
+  const vf16 r = bounded - to_float(n);
+  vf16 p = set1(1.3264727313e-3f);
+  p = fma(p, r, set1(9.6715129912e-3f));
+  p = fma(p, r, set1(5.5507335812e-2f));
+  p = fma(p, r, set1(2.4022242427e-1f));
+  p = fma(p, r, set1(6.9314700365e-1f));
+  p = fma(p, r, set1(1.0f));
+  return bits_to_float(float_to_bits(p) + shift_left<23>(n));
 }
 
 // Natural logarithm, about 1 ulp. log(0) = -inf (denormals count as 0), log(inf) = inf, negative: NaN.

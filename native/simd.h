@@ -544,6 +544,34 @@ inline uint32_t load_u32(const void* p) {
 }
 
 // Sum and maximum of the 16 lanes in a fixed tree: lane i with i + 8, then i + 4, i + 2, i + 1.
+#if defined(__AVX2__)
+inline __m256 lower_half(vf16 a) {
+#if defined(__AVX512F__)
+  return _mm512_castps512_ps256(a.v);
+#else
+  return a.lo;
+#endif
+}
+inline __m256 upper_half(vf16 a) {
+#if defined(__AVX512F__)
+  return _mm512_extractf32x8_ps(a.v, 1);
+#else
+  return a.hi;
+#endif
+}
+inline float sum_lanes(vf16 a) {
+  const __m256 eight = _mm256_add_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline float max_lanes(vf16 a) {
+  const __m256 eight = _mm256_max_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 inline float sum_lanes(vf16 a) {
   float x[16];
   store(x, a);
@@ -558,6 +586,7 @@ inline float max_lanes(vf16 a) {
     for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
   return x[0];
 }
+#endif
 
 // The first `count` lanes of p, the rest `fill`. Never reads past p + count.
 inline vf16 load_part(const float* p, int count, float fill = 0.0f) {

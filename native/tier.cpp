@@ -32,6 +32,7 @@ void map_values(const float* x, float* y, int64_t count, F f) {
 bool map(const char* function, const float* x, float* y, int64_t count) {
   const auto is = [function](const char* name) { return std::strcmp(function, name) == 0; };
   if (is("exp")) return map_values(x, y, count, [](vf16 v) { return exp(v); }), true;
+  if (is("exp2_not_positive")) return map_values(x, y, count, [](vf16 v) { return exp2_not_positive(v); }), true;
   if (is("log")) return map_values(x, y, count, [](vf16 v) { return log(v); }), true;
   if (is("tanh")) return map_values(x, y, count, [](vf16 v) { return tanh(v); }), true;
   if (is("sigmoid")) return map_values(x, y, count, [](vf16 v) { return sigmoid(v); }), true;

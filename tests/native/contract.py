@@ -10,6 +10,7 @@ from noria.backends.cpu import _native
 from noria.backends.cpu.memory import address
 
 F32 = npt.NDArray[np.float32]
+LOG2_E = np.float32(1.44269504)
 
 
 def fma(a: F32, b: F32, c: F32) -> F32:
@@ -104,12 +105,13 @@ def quantized(x: F32) -> tuple[npt.NDArray[np.int64], F32]:
 
 def _soften(scores: F32, first: int, shape: Shape) -> tuple[np.float32, np.float32, F32]:
     """(largest score, sum of the exponentials, the exponentials) of neighbouring keys from `first` on."""
-    scores = scores * np.float32(shape.scale)
     if shape.softcap:
         cap = np.float32(shape.softcap)
-        scores = cap * elementary("tanh", scores / cap)
+        scores = cap * elementary("tanh", scores * np.float32(shape.scale) / cap) * LOG2_E
+    else:
+        scores = scores * (np.float32(shape.scale) * LOG2_E)
     most = scores.max()
-    weights = elementary("exp", scores - most)
+    weights = elementary("exp2_not_positive", scores - most)
     lanes = np.zeros(16, np.float32)
     for i, weight in enumerate(weights):
         lanes[(first + i) % 16] += weight
@@ -120,6 +122,6 @@ def _merge(
     before: tuple[np.float32, np.float32, F32], now: tuple[np.float32, np.float32, F32]
 ) -> tuple[np.float32, np.float32, F32]:
     most = max(before[0], now[0])
-    a, b = elementary("exp", np.array([before[0] - most, now[0] - most], np.float32))
+    a, b = elementary("exp2_not_positive", np.array([before[0] - most, now[0] - most], np.float32))
     total = fma(np.array([before[1]]), np.array([a]), np.array([now[1] * b]))[0]
     return most, total, fma(before[2], np.array([a]), now[2] * b)

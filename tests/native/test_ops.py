@@ -29,6 +29,7 @@ def gelu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], float, float, float]] = {  # the function, its range, its error in ulp
     "exp": (np.exp, -86.0, 88.7, 1.6),
+    "exp2_not_positive": (np.exp2, -125.0, 0.0, 2.1),
     "log": (np.log, 1e-30, 1e30, 1.6),
     "tanh": (np.tanh, -12.0, 12.0, 2.5),
     "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), -60.0, 60.0, 3.0),
@@ -61,6 +62,9 @@ def test_elementary_functions_at_the_edges(tier: str) -> None:
         ("exp", 89.0, inf),
         ("exp", inf, inf),
         ("exp", nan, nan),
+        ("exp2_not_positive", -inf, 2.0**-125),
+        ("exp2_not_positive", 0.0, 1.0),
+        ("exp2_not_positive", nan, nan),
         ("log", 0.0, -inf),
         ("log", 1.0, 0.0),
         ("log", -1.0, nan),

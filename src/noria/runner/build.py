@@ -25,7 +25,7 @@ from noria.weights.hub import cache_directory, resolve_model
 from noria.weights.packed import load_parameters, packed_key
 
 DRAFT_ROWS = 4  # rows that a draft model can follow at once: beside more, drafts seldom pay
-NUMERICS_REVISION = 1  # raise it whenever the bits of a logit change: cached KV of another revision is another model's
+NUMERICS_REVISION = 2  # raise it whenever the bits of a logit change: cached KV of another revision is another model's
 
 Report = Callable[[str], None]  # a stage of the start, for a person
 
