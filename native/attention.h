@@ -592,15 +592,8 @@ class AttentionTile {
         for (int64_t d = 0; d < dim_; d += 16) store(out + h * dim_ + d, load(s_.acc + v * dim_ + d) / set1(s_.sum[v]));
       }
       if (args_.pairs != nullptr) round_row_bf16(out, columns, args_.pairs + token * padded_pairs(width) + column);
-      if (args_.quantized.codes != nullptr) quantize_row(out, columns, quantized_part(token * width + column), 0);
+      if (args_.quantized.codes != nullptr) quantize_row(out, columns, part_of(args_.quantized, token * width + column), 0);
     }
-  }
-
-  // The part of the quantised output that begins at element `at`, a multiple of 32.
-  QuantizedRows quantized_part(int64_t at) const {
-    const QuantizedRows& q = args_.quantized;
-    return {q.codes + at,          q.scales + at / 32,          q.sums + at / 32, q.scaled_sums + at / 32,
-            q.half_sums + at / 16, q.scaled_half_sums + at / 16};
   }
 
   const AttentionArgs& args_;

@@ -90,11 +90,12 @@ void bind_recording(nb::class_<BoundTape>& c) {
       "x"_a, "y"_a, "width"_a);
   c.def(
       "gated",
-      [](BoundTape& t, uintptr_t gate_up, uintptr_t y, int64_t width, bool gelu) {
-        t.tape.add_stage({.kind = StageKind::gated,
-                          .gated = {at<float>(gate_up), at<float>(y), width, gelu ? Activation::gelu_tanh : Activation::silu}});
+      [](BoundTape& t, uintptr_t gate_up, uintptr_t y, int64_t width, bool gelu, uintptr_t workspace, int64_t rows) {
+        const QuantizedRows codes = workspace != 0 ? quantized_view(at<void>(workspace), rows, width) : QuantizedRows{};
+        const Activation activation = gelu ? Activation::gelu_tanh : Activation::silu;
+        t.tape.add_stage({.kind = StageKind::gated, .gated = {at<float>(gate_up), at<float>(y), width, activation, codes}});
       },
-      "gate_up"_a, "y"_a, "width"_a, "gelu"_a);
+      "gate_up"_a, "y"_a, "width"_a, "gelu"_a, "workspace"_a = 0, "rows"_a = 0);
   c.def(
       "head_norm",
       [](BoundTape& t, uintptr_t qkv, int64_t stride, uintptr_t q_weight, uintptr_t k_weight, int32_t heads, int32_t kv_heads, int32_t dim,

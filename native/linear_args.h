@@ -65,6 +65,11 @@ static inline QuantizedRows quantized_view(void* workspace, int64_t rows, int64_
   return q;
 }
 
+// The part of quantised rows that begins at code `at`, a multiple of 32.
+static inline QuantizedRows part_of(const QuantizedRows& q, int64_t at) {
+  return {q.codes + at, q.scales + at / 32, q.sums + at / 32, q.scaled_sums + at / 32, q.half_sums + at / 16, q.scaled_half_sums + at / 16};
+}
+
 // One packed matrix of a merged weight. Its outputs are columns [first_column, first_column + outputs) of y.
 struct LinearSegment {
   const uint8_t* data;  // 64-byte aligned

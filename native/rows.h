@@ -44,15 +44,31 @@ void gated_row(const float* gate, const float* up, float* y, int64_t width, Acti
   }
 }
 
-inline void run_gated(const GatedStage& s, int64_t first, int64_t last) {
-  for (int64_t r = first; r < last; ++r) {
-    const float* const gate = s.gate_up + r * 2 * s.width;
-    float* const y = s.y + r * s.width;
-    if (s.activation == Activation::silu)
-      gated_row(gate, gate + s.width, y, s.width, [](vf16 x) { return silu(x); });
-    else
-      gated_row(gate, gate + s.width, y, s.width, [](vf16 x) { return gelu_tanh(x); });
+inline void run_gated(const GatedStage& s, const float* gate, int64_t width, float* y) {
+  if (s.activation == Activation::silu)
+    gated_row(gate, gate + s.width, y, width, [](vf16 x) { return silu(x); });
+  else
+    gated_row(gate, gate + s.width, y, width, [](vf16 x) { return gelu_tanh(x); });
+}
+
+// Straight to codes, a piece of a row at a time: the floats never leave the nearest cache.
+inline void run_gated_to_codes(const GatedStage& s, int64_t row) {
+  constexpr int64_t kPiece = 16 * kActivationGroup;  // what is quantised at once
+  alignas(64) float piece[kPiece];
+  const float* const gate = s.gate_up + row * 2 * s.width;
+  for (int64_t at = 0; at < s.width; at += kPiece) {
+    const int64_t width = s.width - at < kPiece ? s.width - at : kPiece;
+    run_gated(s, gate + at, width, piece);
+    quantize_row(piece, width, part_of(s.quantized, row * padded_codes(s.width) + at), 0);
   }
+}
+
+inline void run_gated(const GatedStage& s, int64_t first, int64_t last) {
+  for (int64_t r = first; r < last; ++r)
+    if (s.y == nullptr)
+      run_gated_to_codes(s, r);
+    else
+      run_gated(s, s.gate_up + r * 2 * s.width, s.width, s.y + r * s.width);
 }
 
 inline void run_head_norm(const HeadNormStage& s, int64_t first, int64_t last) {

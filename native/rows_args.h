@@ -36,9 +36,10 @@ struct AddStage {  // x += y
 };
 struct GatedStage {      // y = activation(gate) * up
   const float* gate_up;  // [rows, 2 width]
-  float* y;
+  float* y;              // null where only linears over codes read it: then `quantized` has them
   int64_t width;
   Activation activation;
+  QuantizedRows quantized;
 };
 struct HeadNormStage {  // norm of every query head and every key head, in place
   float* qkv;           // [rows, stride]

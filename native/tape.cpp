@@ -293,9 +293,7 @@ void Tape::run_linear(const Op& op, uint32_t pass, uint32_t tile, ReadAhead* lat
   const int64_t rows = pass * chunk_rows_, codes = rows * padded_codes(args.inputs);
   if (args.x != nullptr) moved.x += rows * args.x_stride;
   if (args.pairs != nullptr) moved.pairs += rows * padded_pairs(args.inputs);
-  if (const QuantizedRows& q = args.quantized; q.codes != nullptr)
-    moved.quantized = {q.codes + codes,          q.scales + codes / 32,          q.sums + codes / 32, q.scaled_sums + codes / 32,
-                       q.half_sums + codes / 16, q.scaled_half_sums + codes / 16};
+  if (args.quantized.codes != nullptr) moved.quantized = part_of(args.quantized, codes);
   kernels_.linear_tile(moved, tile, later);
 }
 

@@ -12,7 +12,7 @@ from contract import elementary, fma, sum_lanes
 from steps import BEST, TIERS, Row, inputs, results, same_bits
 
 from noria.backends.cpu import _native
-from noria.backends.cpu.memory import address
+from noria.backends.cpu.memory import address, anonymous
 
 F32 = npt.NDArray[np.float32]
 
@@ -248,3 +248,18 @@ def test_head_norm_leaves_values_alone(tier: str) -> None:
     q = run_norm(x[:, :heads].reshape(-1, dim), None, q_weight, 1e-6)[0].reshape(6, heads, dim)
     k = run_norm(x[:, heads:-kv_heads].reshape(-1, dim), None, k_weight, 1e-6)[0].reshape(6, kv_heads, dim)
     assert same_bits(y.reshape(6, -1, dim), np.concatenate([q, k, x[:, -kv_heads:]], axis=1))
+
+
+@pytest.mark.parametrize("width", [96, 544, 1536, 50])
+def test_gated_straight_to_codes_is_as_gated_and_then_quantised(width: int, tier: str) -> None:
+    """Red when a piece of a row is quantised to another place, or the tail of a row is lost."""
+    x, y, rows = random(5, 2 * width), np.empty((5, width), np.float32), 5
+    apart, straight = (anonymous(_native.quantized_bytes(rows, width)) for _ in range(2))
+    s = Stages(rows, tier)
+    s.tape.begin_rows(logits=False)
+    s.tape.gated(gate_up=s.at(x), y=s.at(y), width=width, gelu=False)
+    s.tape.quantize(x=s.at(y), width=width, workspace=address(apart), rows=rows)
+    s.tape.gated(gate_up=s.at(x), y=0, width=width, gelu=False, workspace=address(straight), rows=rows)
+    s.run()
+    assert apart.any()
+    assert np.array_equal(apart, straight)

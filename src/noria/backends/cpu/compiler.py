@@ -64,6 +64,7 @@ class Compiler:
         self._max_tokens = max_tokens
         self._ropes = [(self._keep(cos), self._keep(sin)) for cos, sin in ropes]
         self._forms = _forms_read(ops)
+        self._operands = _operands(ops)
         self._emits: list[Emit] = []
         self._tape_op = -1  # index of the tape op that is being noted
         self._open_rows: bool | None = None  # its domain, if it is a rows op that more stages may join
@@ -275,9 +276,16 @@ class Compiler:
 
     def _note_gated(self, op: Gated) -> None:
         self._rows(op.out.logits)
-        x, out = self._at(op.x), self._make(op.out)
-        gelu = op.activation == "gelu_tanh"
-        self._emits.append(lambda tape: tape.gated(gate_up=x.address, y=out.address, width=op.out.width, gelu=gelu))
+        x = self._at(op.x)
+        only_codes = self._forms.get(op.out.id) == {"quantized"} and op.out.storage not in self._operands
+        out = NOWHERE if only_codes else self._make(op.out)
+        codes = self._make_form(op.out, "quantized") if only_codes else NOWHERE
+        gelu, room = op.activation == "gelu_tanh", self._max_tokens
+        self._emits.append(
+            lambda tape: tape.gated(
+                gate_up=x.address, y=out.address, width=op.out.width, gelu=gelu, workspace=codes.address, rows=room
+            )
+        )
         self._convert(op.out)
 
     def _note_add(self, op: Add) -> None:
@@ -349,6 +357,18 @@ def _quantize(x: Buffer, width: int, out: Buffer, rows: int) -> Emit:
 
 def _round(x: Buffer, width: int, out: Buffer, rows: int) -> Emit:
     return lambda tape: tape.round_bf16(x=x.address, width=width, pairs=out.address)
+
+
+def _operands(ops: Sequence[Op]) -> set[int]:
+    """The storages that ops other than linears read: those have to be there as floats."""
+    storages: set[int] = set()
+    for op in ops:
+        if not isinstance(op, Linear | Logits):
+            values = (getattr(op, name, None) for name in ("x", "y", "residual", "total", "qkv"))
+            storages.update(value.storage for value in values if isinstance(value, Value))
+            if isinstance(op, Add | Rotate | HeadNorm):  # in place
+                storages.add(op.out.storage)
+    return storages
 
 
 def _forms_read(ops: Sequence[Op]) -> dict[int, set[Form]]:
