@@ -98,7 +98,7 @@ def test_stored_continued_and_forgotten(client: openai.OpenAI) -> None:
 
 
 def test_a_required_call_and_its_result(client: openai.OpenAI) -> None:
-    options: Any = {"model": "m", "tools": [TOOL], "max_output_tokens": 80, "temperature": 0}
+    options: Any = {"model": "m", "tools": [TOOL], "max_output_tokens": 80, "temperature": 0, "parallel_tool_calls": False}
     with client.responses.stream(input="Weather in Paris?", tool_choice="required", **options) as stream:
         events = list(stream)
         made = stream.get_final_response()

@@ -12,7 +12,7 @@ import msgspec
 from noria.backends.base import BLOCK_SIZE, Backend, Executable, Handle, KVCacheSpec, Ops
 from noria.config import EngineConfig
 from noria.models import rope
-from noria.models.registry import family_of
+from noria.models.registry import Family, family_of
 from noria.models.spec import ModelSpec, layer_groups
 from noria.runner.draft_model import DraftModel
 from noria.runner.ledger import MemoryLedger, available_memory, plan_memory
@@ -24,6 +24,7 @@ from noria.weights.formats import Weight
 from noria.weights.hub import cache_directory, resolve_model
 from noria.weights.packed import load_parameters, packed_key
 
+DRAFT_TOKENS = 8192  # of a sequence that a draft model follows: what its rows have memory for
 DRAFT_ROWS = 4  # rows that a draft model can follow at once: beside more, drafts seldom pay
 NUMERICS_REVISION = 2  # raise it whenever the bits of a logit change: cached KV of another revision is another model's
 
@@ -44,32 +45,56 @@ class LoadedModel:
     draft: LoadedModel | None = None  # a smaller model that guesses what this one will say
 
 
-def load_model(config: EngineConfig, report: Report) -> LoadedModel:
-    """Find, read and pack a model and its draft model, and divide the memory. LoadError or ConfigError say what to do."""
-    cache = cache_directory(config.cache_dir)
-    available = available_memory()
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose files have been found and checked, before its weights are read."""
+
+    name: str
+    checkpoint: Checkpoint
+    family: Family
+    spec: ModelSpec
+
+
+def open_model(config: EngineConfig, report: Report) -> OpenedModel:
+    """Find a model, or fetch it."""
 
     def pulled(done: int, total: int) -> None:
         report(f"fetching {config.model}: {_share(done, total)}")
 
-    def packed(done: int, total: int) -> None:
-        report(f"packing weights: {_share(done, total)}")
-
     report(f"resolving {config.model}")
+    cache = cache_directory(config.cache_dir)
     resolved = resolve_model(config.model, cache, offline=config.offline, progress=pulled)
     checkpoint = open_checkpoint(resolved.path)
     family = family_of(checkpoint.config)
-    spec = family.spec_from_config(checkpoint.config)
+    return OpenedModel(resolved.name, checkpoint, family, family.spec_from_config(checkpoint.config))
+
+
+def load_model(config: EngineConfig, report: Report) -> LoadedModel:
+    """Find, read and pack a model and its draft model, and divide the memory. LoadError or ConfigError say what to do."""
+    available = available_memory()
+    opened = open_model(config, report)
+    draft = load_draft_model(config, opened, report)
+    return _load(config, opened, report, available=available, draft=draft)
+
+
+def _load(
+    config: EngineConfig, opened: OpenedModel, report: Report, *, available: int, draft: LoadedModel | None = None
+) -> LoadedModel:
+    cache = cache_directory(config.cache_dir)
+    checkpoint, family, spec = opened.checkpoint, opened.family, opened.spec
     params = family.params(spec)
+
+    def packed(done: int, total: int) -> None:
+        report(f"packing weights: {_share(done, total)}")
+
     report("loading weights")
     weights = load_parameters(checkpoint, params, config.quantization, cache, packed)
 
     def forward(ops: Ops) -> Handle:
         return family.forward(ops, spec, weights)
 
-    draft = load_draft_model(config, spec, report)
     return LoadedModel(
-        name=resolved.name,
+        name=opened.name,
         checkpoint=checkpoint,
         spec=spec,
         weights=weights,
@@ -82,10 +107,10 @@ def load_model(config: EngineConfig, report: Report) -> LoadedModel:
     )
 
 
-def load_draft_model(config: EngineConfig, target: ModelSpec, report: Report) -> LoadedModel | None:
+def load_draft_model(config: EngineConfig, target: OpenedModel, report: Report) -> LoadedModel | None:
     """The model that `--speculative-config` names for drafts. ConfigError if its vocabulary is another one.
 
-    It is loaded as its file is, and its few rows have room for the longest sequence each, never shared.
+    It is loaded as its file is, and its few rows have room for a long sequence each, never shared.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.model is None:
@@ -101,21 +126,20 @@ def load_draft_model(config: EngineConfig, target: ModelSpec, report: Report) ->
         async_depth=0,
         kv_cache_memory_bytes=None,
     )
-    model = load_model(own, report)
-    spec = model.spec
-    if spec.vocab_size != target.vocab_size:
+    opened = open_model(own, report)
+    spec = opened.spec
+    if spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(
-            f"--speculative-config: the vocabulary of {model.name} has {spec.vocab_size} tokens, and that of {config.model} "
-            f"{target.vocab_size}: a draft model needs the same vocabulary"
+            f"--speculative-config: the vocabulary of {opened.name} has {spec.vocab_size} tokens, and that of {target.name} "
+            f"{target.spec.vocab_size}: a draft model needs the same vocabulary"
         )
-    length = min(spec.context_length, config.max_model_len or target.context_length, target.context_length)
-    blocks = own.max_num_seqs * len(layer_groups(spec)) * -(-length // BLOCK_SIZE) + 1
-    ledger = replace(
-        model.ledger,
-        max_model_len=length,
-        num_blocks=blocks,
-        kv_cache=blocks * model.ledger.block_bytes,
+    length = min(
+        spec.context_length, config.max_model_len or target.spec.context_length, target.spec.context_length, DRAFT_TOKENS
     )
+    own = msgspec.structs.replace(own, max_model_len=length)
+    model = _load(own, opened, report, available=available_memory())
+    blocks = own.max_num_seqs * len(layer_groups(spec)) * -(-length // BLOCK_SIZE) + 1
+    ledger = replace(model.ledger, max_model_len=length, num_blocks=blocks, kv_cache=blocks * model.ledger.block_bytes)
     return replace(model, ledger=ledger)
 
 
